@@ -1,0 +1,20 @@
+# make test    sets up .venv and runs the tests (under 15 minutes on 2 cores)
+# make check   sets up .venv and runs ruff and mypy
+# make clean   removes what runs and tests left, not .venv
+
+PYTHON_FILES := opd recipe tests bench
+.PHONY: test check clean setup
+
+setup:
+	@bash tools/setup_venv.sh
+
+test: setup
+	.venv/bin/python -m pytest tests $(PYTEST_ARGS)
+
+check: setup
+	.venv/bin/ruff check $(PYTHON_FILES)
+	.venv/bin/ruff format --check $(PYTHON_FILES)
+	.venv/bin/mypy opd
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,324 @@
+"""Wire format between the trainer and the teacher, protocol version 1.
+
+The client writes a request and reads a Reply; the server does the reverse. A message is the REQ/REP envelope, one
+msgpack map, and, in a top-k reply only, the two raw frames that the map names. Arrays are little-endian `bin`, never
+msgpack lists. Nothing here opens a socket, so every rule below is tested with bytes alone.
+
+Shapes: n = rows, S = all ids of all rows, N = all scored positions = sum(lengths - starts), K = topk.
+
+Not covered: compression, streaming, encryption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from opd.errors import RowError, WireError
+
+PROTOCOL_VERSION = 1
+ID_BYTES = 16
+MAX_TEXT = 512  # characters in any string of a message: peers' strings end up in logs and errors
+
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+RequestId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
+Status: TypeAlias = Literal["ok", "error", "busy", "draining", "expired"]
+State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed"]
+_Array = TypeVar("_Array", bound=np.generic)
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The teacher's model, as its worker reports it after loading."""
+
+    name: Text  # the folder or hub name it was loaded from
+    model: Text  # fingerprint of weights, config and dtype
+    tokenizer: Text  # fingerprint of the token -> id map; "" when the model folder has no tokenizer
+    vocab_size: Count  # rows of the output head: ids in [0, vocab_size) can be scored
+    max_length: Count  # most ids in one row
+    max_topk: Count
+    eos_ids: Annotated[list[int], Meta(max_length=64)]
+    dtype: Text
+    backend: Text
+    temperature: bool  # whether a temperature other than 1 is applied to the logits
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the server takes in one request; more is refused with an error, never cut."""
+
+    max_request_bytes: Count = 64 << 20
+    max_reply_bytes: Count = 512 << 20
+    max_rows: Count = 65_536
+
+
+class ServerInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer to `info` and `ping`. `model` is None until the worker has loaded it once."""
+
+    state: State
+    detail: Text  # one sentence for people: what it is doing, or why it failed
+    version: Text  # of the package
+    limits: Limits
+    model: ModelInfo | None = None
+    worker_age_ms: Count = 0  # since the worker's last sign of life
+    queued_tokens: Count = 0
+
+
+class Expect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fingerprints that the client pinned at its handshake."""
+
+    model: Text
+    tokenizer: Text
+
+
+class _Request(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="op"):
+    v: int = PROTOCOL_VERSION
+    id: RequestId
+    client: Text = ""  # for fairness and logs; no meaning beyond that
+
+
+class InfoRequest(_Request, tag="info"):
+    """Who are you?"""
+
+
+class PingRequest(_Request, tag="ping"):
+    """Are you well?"""
+
+
+class ScoreRequest(_Request, tag="score"):
+    """Score these rows."""
+
+    budget_ms: Count  # time left when it was sent: relative, since wall clocks differ
+    lengths: memoryview  # int32 [n], prompt + response
+    starts: memoryview  # int32 [n], first scored position of each row, 1 <= start <= length
+    ids: memoryview  # int32 [S]
+    topk: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    temperature: Annotated[float, Meta(gt=0.0, le=1e3)] = 1.0
+    expect: Expect | None = None
+
+
+Request: TypeAlias = InfoRequest | PingRequest | ScoreRequest
+
+
+class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The one answer to a request; which fields are filled depends on `status` and on the request."""
+
+    v: int = PROTOCOL_VERSION
+    id: Annotated[bytes, Meta(max_length=ID_BYTES)]  # empty when the request had none that could be read
+    status: Status
+    boot: Text  # names this start of the server process
+    # when not ok
+    code: Text = ""
+    message: Text = ""
+    retryable: bool = False
+    retry_after_ms: Count = 0
+    # info and ping
+    info: ServerInfo | None = None
+    # score
+    model: Text = ""
+    tokenizer: Text = ""
+    logprobs: memoryview = memoryview(b"")  # float32 [N]; NaN on the rows in row_errors
+    frames: Annotated[list[Text], Meta(max_length=2)] = []  # names of the raw frames behind the map, in their order
+    row_errors: list[tuple[Count, Text, Text]] = []  # row, code, message
+    ids_digest: bytes = b""  # digest() of the question that was answered
+    queue_ms: float = 0.0
+    score_ms: float = 0.0
+
+
+TOPK_FRAMES = ("topk_ids", "topk_logprobs")  # int32 [N, K], float32 [N, K]
+
+
+class _Head(Struct):
+    """The three fields read first, so that another version or op gets a clear answer rather than a schema error."""
+
+    v: int = 0
+    op: str = ""
+    id: bytes = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _no_extensions(code: int, data: memoryview) -> Any:
+    raise WireError("bad_msgpack", f"msgpack extension type {code} is not part of the protocol")
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head, ext_hook=_no_extensions)
+_request_decoder = msgspec.msgpack.Decoder(InfoRequest | PingRequest | ScoreRequest, ext_hook=_no_extensions)
+_reply_decoder = msgspec.msgpack.Decoder(Reply, ext_hook=_no_extensions)
+_OPS = ("score", "info", "ping")
+
+
+def new_id() -> bytes:
+    return os.urandom(ID_BYTES)
+
+
+def clip(text: str) -> str:
+    """Cut a string to what a message may carry, with control characters escaped: it may come from a peer."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def digest(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray) -> bytes:
+    """Name a question by its content: blake2b over the three int32 arrays, 16 bytes."""
+    h = hashlib.blake2b(digest_size=ID_BYTES)
+    for array in (lengths, starts, ids):
+        h.update(len(array).to_bytes(8, "little"))
+        h.update(to_bin(array, np.int32))
+    return h.digest()
+
+
+def to_bin(array: np.ndarray, dtype: type[np.generic]) -> memoryview:
+    """The little-endian bytes of an array, without a copy where it has that dtype already."""
+    data = np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<"))
+    return memoryview(data.reshape(-1)).cast("B") if data.size else memoryview(b"")
+
+
+def from_bin(data: Any, dtype: type[_Array], name: str) -> np.ndarray[Any, np.dtype[_Array]]:
+    """A read-only view of received bytes as a 1-d array.
+
+    Raises:
+        WireError: the number of bytes is no multiple of the item size.
+    """
+    item = np.dtype(dtype).newbyteorder("<")
+    nbytes = memoryview(data).nbytes
+    if nbytes % item.itemsize:
+        raise WireError("schema", f"{name} has {nbytes} bytes, which is no multiple of {item.itemsize}")
+    return np.frombuffer(data, dtype=item)
+
+
+def encode_request(request: Request) -> bytes:
+    return _encoder.encode(request)
+
+
+def read_id(body: Any) -> bytes:
+    """The id of a request that may be broken otherwise, or b"": an error reply should name its question."""
+    try:
+        request_id = _head_decoder.decode(body).id
+    except Exception:  # four families of decoding errors, and none matters here: the full decode reports it
+        return b""
+    return request_id if len(request_id) == ID_BYTES else b""
+
+
+def decode_request(body: Any) -> Request:
+    """Decode one request; every malformed input ends here in a WireError and nothing else.
+
+    Raises:
+        WireError: code bad_msgpack, version, op or schema.
+    """
+    head: _Head = _decode(_head_decoder, body)
+    if head.v != PROTOCOL_VERSION:
+        raise WireError("version", f"request has protocol version {head.v}; this server speaks {PROTOCOL_VERSION}")
+    if head.op not in _OPS:
+        raise WireError("op", f"unknown op {clip(head.op)!r}; known: {', '.join(_OPS)}")
+    return _decode(_request_decoder, body)
+
+
+def encode_reply(reply: Reply, topk_ids: np.ndarray | None = None, topk_logprobs: np.ndarray | None = None) -> list:
+    """Frames behind the envelope's empty one: the map, then the raw top-k frames if there are any."""
+    if topk_ids is None or topk_logprobs is None:
+        return [_encoder.encode(reply)]
+    reply.frames = list(TOPK_FRAMES)
+    return [_encoder.encode(reply), to_bin(topk_ids, np.int32), to_bin(topk_logprobs, np.float32)]
+
+
+def decode_reply(frames: Sequence[Any]) -> tuple[Reply, dict[str, Any]]:
+    """Decode the frames behind the empty one into the reply and its raw frames by name.
+
+    Raises:
+        WireError: as decode_request, or frames other than the map names.
+    """
+    if not frames:
+        raise WireError("schema", "a reply without a body")
+    head: _Head = _decode(_head_decoder, frames[0])
+    if head.v != PROTOCOL_VERSION:
+        raise WireError("version", f"reply has protocol version {head.v}; this client speaks {PROTOCOL_VERSION}")
+    reply: Reply = _decode(_reply_decoder, frames[0])
+    if len(frames) - 1 != len(reply.frames) or tuple(reply.frames) not in ((), TOPK_FRAMES):
+        raise WireError("schema", f"{len(frames) - 1} frames follow the map, which names {reply.frames}")
+    return reply, dict(zip(reply.frames, frames[1:], strict=True))
+
+
+def _decode(decoder: Any, body: Any) -> Any:
+    try:
+        return decoder.decode(body)
+    except WireError:
+        raise
+    except msgspec.ValidationError as e:
+        raise WireError("schema", clip(str(e))) from None
+    except Exception as e:  # truncated, trailing, bad UTF-8, too deep: msgspec, Unicode and Recursion errors alike
+        raise WireError("bad_msgpack", clip(f"{type(e).__name__}: {e}")) from None
+
+
+class Question(Struct, frozen=True):
+    """The arrays of a ScoreRequest after the checks that need no model."""
+
+    lengths: np.ndarray  # int32 [n]
+    starts: np.ndarray  # int32 [n]
+    ids: np.ndarray  # int32 [S]
+
+    def rows(self) -> list[np.ndarray]:
+        """The ids of each row, as views."""
+        return np.split(self.ids, np.cumsum(self.lengths[:-1])) if len(self.lengths) else []
+
+    def counts(self) -> np.ndarray:
+        """Scored positions of each row, int64 [n]; 0 where `starts` is out of range."""
+        valid = (self.starts >= 1) & (self.starts <= self.lengths)
+        return np.where(valid, self.lengths.astype(np.int64) - self.starts, 0)
+
+
+def unpack(request: ScoreRequest, limits: Limits) -> Question:
+    """View the arrays of a request and check that they belong together.
+
+    Raises:
+        WireError: code schema (arrays that do not fit each other), empty_batch or limit.
+    """
+    lengths = from_bin(request.lengths, np.int32, "lengths")
+    starts = from_bin(request.starts, np.int32, "starts")
+    ids = from_bin(request.ids, np.int32, "ids")
+    if len(lengths) == 0:
+        raise WireError("empty_batch", "the request has no rows")
+    if len(lengths) > limits.max_rows:
+        raise WireError("limit", f"{len(lengths)} rows in one request; this server takes {limits.max_rows}")
+    if len(starts) != len(lengths):
+        raise WireError("schema", f"{len(lengths)} lengths but {len(starts)} starts")
+    if lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) != len(ids):
+        raise WireError("schema", f"lengths add up to {lengths.sum(dtype=np.int64)} but there are {len(ids)} ids")
+    question = Question(lengths, starts, ids)
+    # 4 bytes for the sampled token, 8 for each of its top-k
+    reply_bytes = int(question.counts().sum()) * (4 + 8 * request.topk)
+    if reply_bytes > limits.max_reply_bytes:
+        raise WireError(
+            "limit", f"the reply would have {reply_bytes} bytes; this server sends {limits.max_reply_bytes} at most"
+        )
+    return question
+
+
+def check_rows(question: Question, model: ModelInfo) -> list[RowError]:
+    """Rows that this model cannot score, each with its reason; the others of the batch are fine."""
+    bad: dict[int, RowError] = {}
+    for row in np.flatnonzero(question.lengths == 0):
+        bad[int(row)] = RowError(int(row), "empty_row", f"row {row} has no ids")
+    for row in np.flatnonzero(question.lengths > model.max_length):
+        message = f"row {row} has {question.lengths[row]} ids; this teacher takes {model.max_length}"
+        bad[int(row)] = RowError(int(row), "too_long", message)
+    for row in np.flatnonzero((question.starts < 1) | (question.starts > question.lengths)):
+        message = f"row {row} starts at {question.starts[row]}, outside [1, {question.lengths[row]}]"
+        bad.setdefault(int(row), RowError(int(row), "bad_start", message))
+    wrong = np.flatnonzero((question.ids < 0) | (question.ids >= model.vocab_size))
+    if len(wrong):
+        ends = np.cumsum(question.lengths, dtype=np.int64)
+        for index in wrong[np.unique(np.searchsorted(ends, wrong, side="right"), return_index=True)[1]]:
+            row = int(np.searchsorted(ends, index, side="right"))
+            position = int(index - (ends[row] - question.lengths[row]))
+            message = (
+                f"row {row} has id {question.ids[index]} at position {position}; "
+                f"this teacher's vocabulary has {model.vocab_size} ids"
+            )
+            bad.setdefault(row, RowError(row, "token_range", message))
+    return [bad[row] for row in sorted(bad)]
