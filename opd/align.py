@@ -10,8 +10,8 @@ The trainer holds verl's padded batch; the client and the teacher hold ragged ro
 
 `ref_log_prob[b, t]` belongs to `responses[b, t]`. There is no shift by one anywhere: a teacher value is named after the
 token that it scores, not after the position whose logits it was read from. Trimming uses `attention_mask`, never token
-ids (pad may equal eos), and no slice of the form `[-n:]` (n may be 0). `response_mask` plays no part: its holes are tool
-or environment tokens, which the teacher has to see as context, and whose values verl masks out of the loss.
+ids (pad may equal eos), and no slice of the form `[-n:]` (n may be 0). `response_mask` plays no part: its holes are
+tool or environment tokens, which the teacher has to see as context, and whose values verl masks out of the loss.
 
 Shapes: B rows, P prompt columns, R response columns, S = P + R.
 
@@ -114,7 +114,7 @@ def to_padded(
     return out_BR
 
 
-def _refuse(is_bad_B: np.ndarray, what: str) -> None:
+def _refuse(is_bad_B: Any, what: str) -> None:
     bad = np.flatnonzero(is_bad_B)
     if len(bad):
         others = f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else ""

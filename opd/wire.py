@@ -176,7 +176,7 @@ def digest(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray) -> bytes:
 def to_bin(array: np.ndarray, dtype: type[np.generic]) -> memoryview:
     """The little-endian bytes of an array, without a copy where it has that dtype already."""
     data = np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<"))
-    return memoryview(data.reshape(-1)).cast("B") if data.size else memoryview(b"")
+    return data.reshape(-1).data.cast("B") if data.size else memoryview(b"")
 
 
 def from_bin(data: Any, dtype: type[_Array], name: str) -> np.ndarray[Any, np.dtype[_Array]]:
@@ -262,6 +262,10 @@ class Question(Struct, frozen=True):
     starts: np.ndarray  # int32 [n]
     ids: np.ndarray  # int32 [S]
 
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What digest() takes."""
+        return self.lengths, self.starts, self.ids
+
     def rows(self) -> list[np.ndarray]:
         """The ids of each row, as views."""
         return np.split(self.ids, np.cumsum(self.lengths[:-1])) if len(self.lengths) else []
@@ -302,14 +306,14 @@ def unpack(request: ScoreRequest, limits: Limits) -> Question:
 def check_rows(question: Question, model: ModelInfo) -> list[RowError]:
     """Rows that this model cannot score, each with its reason; the others of the batch are fine."""
     bad: dict[int, RowError] = {}
-    for row in np.flatnonzero(question.lengths == 0):
-        bad[int(row)] = RowError(int(row), "empty_row", f"row {row} has no ids")
-    for row in np.flatnonzero(question.lengths > model.max_length):
+    for row in np.flatnonzero(question.lengths == 0).tolist():
+        bad[row] = RowError(row, "empty_row", f"row {row} has no ids")
+    for row in np.flatnonzero(question.lengths > model.max_length).tolist():
         message = f"row {row} has {question.lengths[row]} ids; this teacher takes {model.max_length}"
-        bad[int(row)] = RowError(int(row), "too_long", message)
-    for row in np.flatnonzero((question.starts < 1) | (question.starts > question.lengths)):
+        bad[row] = RowError(row, "too_long", message)
+    for row in np.flatnonzero((question.starts < 1) | (question.starts > question.lengths)).tolist():
         message = f"row {row} starts at {question.starts[row]}, outside [1, {question.lengths[row]}]"
-        bad.setdefault(int(row), RowError(int(row), "bad_start", message))
+        bad.setdefault(row, RowError(row, "bad_start", message))
     wrong = np.flatnonzero((question.ids < 0) | (question.ids >= model.vocab_size))
     if len(wrong):
         ends = np.cumsum(question.lengths, dtype=np.int64)

@@ -74,7 +74,7 @@ def test_rows_are_the_real_tokens_and_start_where_the_response_does(name):
 def test_the_first_value_belongs_to_the_first_response_token_and_the_rest_follow_it():
     (ids, mask), width, *_ = GOLDEN["left padding, ragged responses"]
     rows, starts, lengths = to_rows(ids, mask, prompt_width=width)
-    values = [-r[s:].astype(np.float32) for r, s in zip(rows, starts)]  # the value of token 14 is -14
+    values = [-r[s:].astype(np.float32) for r, s in zip(rows, starts, strict=True)]  # the value of token 14 is -14
     padded = to_padded(values, lengths, fill_BR=np.full((3, 4), -0.5))
     assert padded.dtype == np.float32
     assert padded.tolist() == [[-13, -14, -15, -0.5], [-24, -0.5, -0.5, -0.5], [-31, -32, -33, -34]]
@@ -205,6 +205,8 @@ def test_rows_are_those_that_verl_gives_to_its_own_reference_model():
         flat = torch.cat([torch.cat([-r[1:].float(), torch.zeros(1)]) for r in data["input_ids"].unbind()])
         theirs = no_padding_2_padding(flat, data)
         ours = to_padded(
-            [-r[s:].astype(np.float32) for r, s in zip(rows, starts)], lengths, fill_BR=np.zeros(theirs.shape)
+            [-r[s:].astype(np.float32) for r, s in zip(rows, starts, strict=True)],
+            lengths,
+            fill_BR=np.zeros(theirs.shape),
         )
         assert ours.tolist() == theirs.tolist()

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv match requirements.txt; does nothing when it does already. Usage: bash tools/setup_venv.sh
+# Make .venv match a requirements file; does nothing when it does already.
+# Usage: [REQUIREMENTS=requirements-gpu.txt] [PYTHON=python3.11] bash tools/setup_venv.sh
 #
 # The stamp is written last, so an interrupted or failed installation is repeated by the next call.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+requirements=${REQUIREMENTS:-requirements.txt}
 
 find_python() {
     local candidate
@@ -20,7 +22,7 @@ find_python() {
 }
 
 stamp=.venv/.requirements
-up_to_date() { [ -x .venv/bin/python ] && cmp -s requirements.txt "$stamp"; }
+up_to_date() { [ -x .venv/bin/python ] && cmp -s "$requirements" "$stamp"; }
 
 up_to_date && exit 0
 exec 9>.venv.lock
@@ -32,12 +34,12 @@ up_to_date && exit 0
 
 python=$(find_python)
 start=$SECONDS
-echo "setup: installing requirements.txt into .venv with $("$python" -V) (some minutes; the log is .venv/setup.log)" >&2
+echo "setup: installing $requirements into .venv with $("$python" -V) (some minutes; the log is .venv/setup.log)" >&2
 [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null || { rm -rf .venv && "$python" -m venv .venv; }
-if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input -r requirements.txt >.venv/setup.log 2>&1; then
+if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$requirements" >.venv/setup.log 2>&1; then
     tail -n 15 .venv/setup.log >&2
     echo "setup: pip failed (above); fix the cause and run the same command again" >&2
     exit 1
 fi
-cp requirements.txt "$stamp"
+cp "$requirements" "$stamp"
 echo "setup: .venv is ready after $((SECONDS - start)) s" >&2

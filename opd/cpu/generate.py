@@ -121,9 +121,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request]):
         ids_UP[row, width - len(prompt) :] = torch.tensor(prompt)
         mask_UP[row, width - len(prompt) :] = 1
     position_UP = (mask_UP.cumsum(dim=-1) - 1).clamp_(min=0)
-    out = model(
-        input_ids=ids_UP, attention_mask=mask_UP, position_ids=position_UP, use_cache=True, logits_to_keep=1
-    )
+    out = model(input_ids=ids_UP, attention_mask=mask_UP, position_ids=position_UP, use_cache=True, logits_to_keep=1)
     cache = out.past_key_values
     if len(unique) < len(requests):
         cache.batch_select_indices(row_to_unique_B)

@@ -24,8 +24,9 @@ def _resident_bytes() -> int:
 
 
 def _peak_resident_bytes() -> int:
-    # Kilobytes on Linux, bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # Kilobytes on Linux, bytes on macOS; the kernel updates it a little late.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return max(peak, _resident_bytes())
 
 
 def _memory_info(device: Any = None) -> tuple[int, int]:

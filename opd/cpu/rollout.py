@@ -34,7 +34,8 @@ class CpuReplica(RolloutReplica):
                 f"a CPU replica is one process, but the configuration asks for {self.world_size} "
                 "(tensor x data x pipeline parallel size); set all three to 1"
             )
-        model_config: HFModelConfig = omega_conf_to_dataclass(self.model_config)
+        untyped: Any = self.model_config  # a DictConfig, whatever verl's annotation says
+        model_config: HFModelConfig = omega_conf_to_dataclass(untyped)
         server_class: Any = ray.remote(GenerationServer)
         self._server_address = server_name(self.replica_rank)
         self._server_handle = server_class.options(
@@ -100,7 +101,9 @@ class CpuRollout(BaseRollout):
         **kwargs: Any,
     ) -> None:
         if wire_format != "named_tensors":
-            raise ValueError(f"the CPU rollout loads full tensors, not {wire_format!r}; use checkpoint_engine.backend=naive")
+            raise ValueError(
+                f"the CPU rollout loads full tensors, not {wire_format!r}; use checkpoint_engine.backend=naive"
+            )
         if peft_config is not None:
             raise ValueError("the CPU rollout does not load LoRA adapters; set model.lora.merge=True or lora_rank=0")
         server = ray.get_actor(server_name(self.replica_rank))

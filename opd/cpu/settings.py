@@ -20,6 +20,8 @@ ENV: dict[str, str] = {
     # OpenMP threads that wait by spinning take the core from the process that they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray gives up on its own node after 30 s by default; on busy cores it takes longer.
+    "RAY_raylet_start_wait_time_s": "180",
 }
 
 _MODEL = "actor_rollout_ref.model"
@@ -62,4 +64,9 @@ OVERRIDES: list[str] = [
     # One process each: they wait more than they work, and every one costs start-up time and a core.
     f"{_ROLLOUT}.agent.num_workers=1",
     "reward.num_workers=1",
+]
+
+# For trainer.use_v1=False only: the V1 trainers have an agent loop manager of their own.
+OVERRIDES_V0: list[str] = [
+    f"+{_ROLLOUT}.agent.agent_loop_manager_class=opd.cpu.agent_loop.CpuAgentLoopManager",
 ]

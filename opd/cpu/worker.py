@@ -6,16 +6,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from opd.worker import OPDWorker
 
 
-class CpuWorker(ActorRolloutRefWorker):
+class CpuWorker(OPDWorker):
     """Give this to the trainer as `Role.ActorRollout`."""
 
     def __init__(self, config: DictConfig, role: str, **kwargs: Any) -> None:
         if "ref" in role:
             raise ValueError(
-                f"role {role!r}: verl keeps a reference model in an accelerator's pinned memory, which a CPU run lacks; "
+                f"role {role!r}: verl keeps a reference model in pinned memory, which needs an accelerator; "
                 "map Role.ActorRollout to this worker and set trainer.ref_in_actor = True before init_workers()"
             )
         super().__init__(config, role, **kwargs)

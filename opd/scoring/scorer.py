@@ -56,9 +56,7 @@ class Scorer(Protocol):
 
     info: ModelInfo
 
-    def score(
-        self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0
-    ) -> list[RowScores | RowError]:
+    def score(self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0) -> list[RowScores | RowError]:
         """Score every row; one result per row, in order.
 
         Args:

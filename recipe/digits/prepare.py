@@ -50,8 +50,9 @@ CHAT_TEMPLATE = (
 # EDIT: the models. Heads are 32 wide, so that GPU kernels take them as well.
 TEACHER = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 STUDENT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-LEARNING_RATE = 3e-3
-ROWS_PER_STEP = 256
+LEARNING_RATE = 2e-3
+ROWS_PER_STEP = 64
+WARMUP_STEPS = 30
 
 
 def answer(question: str) -> str:
@@ -59,7 +60,7 @@ def answer(question: str) -> str:
 
 
 def log(message: str) -> None:
-    print(f"digits: {message}", file=sys.stderr, flush=True)
+    print(f"prepare digits: {message}", file=sys.stderr, flush=True)
 
 
 def build_tokenizer():
@@ -99,7 +100,7 @@ def build_model(shape: dict[str, int], *, seed: int):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(VOCAB),
-        intermediate_size=4 * shape["hidden_size"],
+        intermediate_size=2 * shape["hidden_size"],
         max_position_embeddings=64,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -110,15 +111,17 @@ def build_model(shape: dict[str, int], *, seed: int):
     return LlamaForCausalLM(config).float()
 
 
-def train(model, numbers, *, name: str, steps: int, seed: int) -> None:
-    """Supervised training of the response tokens, on `ROWS_PER_STEP` fresh strings a step drawn from `numbers`."""
+def train(model, numbers, *, name: str, steps: int, full_steps: int, seed: int) -> None:
+    """Supervised training of the response tokens, on ROWS_PER_STEP strings a step drawn from `numbers`.
+
+    The learning rate falls to zero over the second half of `full_steps`; fewer `steps` than that is stopping early.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    # Warm-up and decay have fixed ends, so a student stopped early is an early state of a longer run.
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 50, max(0.02, (TEACHER_STEPS - step) / (TEACHER_STEPS / 2)))
+        optimizer, lambda step: max(0.0, min(1.0, (step + 1) / WARMUP_STEPS, 2 * (1 - step / full_steps)))
     )
     started = time.monotonic()
     model.train()
@@ -176,10 +179,13 @@ def write_parquet(numbers: list[int], *, split: str, path: Path) -> None:
 
 def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Fill `folder` and return the accuracies; the caller gives it its final name."""
+    # Read when torch loads: threads that spin while they wait all but stop each other on a machine shared with others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
+    from transformers.utils import logging as transformers_logging
 
-    # More threads than this only wait for each other on models of this size.
-    torch.set_num_threads(min(4, os.cpu_count() or 1))
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # more only wait for each other on models of this size
     numbers = random.Random(args.seed).sample(range(10**LENGTH), args.val_prompts + args.train_prompts)
     val_numbers, train_numbers = numbers[: args.val_prompts], numbers[args.val_prompts :]
     is_free = torch.ones(10**LENGTH, dtype=torch.bool)
@@ -196,8 +202,95 @@ def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         ("student", STUDENT, args.student_steps, args.seed + 1),
     ):
         model = build_model(shape, seed=seed)
-        train(model, free_numbers, name=name, steps=steps, seed=seed)
+        train(model, free_numbers, name=name, steps=steps, full_steps=args.teacher_steps, seed=seed)
         accuracy[f"{name}_accuracy"] = round(greedy_accuracy(model, torch.tensor(val_numbers)), 4)
         log(f"{name}: {accuracy[f'{name}_accuracy']:.1%} of {len(val_numbers)} held-out strings right, greedy")
         save_model(model, tokenizer, folder / name)
     return accuracy
+
+
+# ---- the frame around `prepare`: asked for once, made whole or not at all; the same in every recipe ----
+
+
+def read_prepared(out: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The finished prepared.json of `out` when it was made from the same inputs and its files are still there."""
+    try:
+        prepared = json.loads((out / "prepared.json").read_text())
+        files = [prepared[key] for key in ("student", "teacher", "train", "val")]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return prepared if prepared.get("inputs") == inputs and all(os.path.exists(file) for file in files) else None
+
+
+def put_in_place(made: Path, out: Path) -> None:
+    """Rename the finished folder to `out`, replacing only what an earlier call of a prepare.py left there."""
+    if out.exists():
+        if any(out.iterdir()) and not (out / "prepared.json").is_file():
+            raise SystemExit(f"{out} holds files that prepare.py did not make; give another --out")
+        old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.old-"))
+        os.rename(out, old / "old")
+        os.rename(made, out)
+        shutil.rmtree(old)
+    else:
+        os.rename(made, out)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make the digits recipe's models and data; cached, about a minute.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="data, initial weights and order of training")
+    parser.add_argument("--teacher-steps", type=int, default=400, help="optimiser steps of the teacher")
+    parser.add_argument("--student-steps", type=int, default=130, help="optimiser steps of the student; fewer: weaker")
+    parser.add_argument("--train-prompts", type=int, default=16384, help="prompts for the on-policy steps")
+    parser.add_argument("--val-prompts", type=int, default=512, help="held-out prompts")
+    args = parser.parse_args(argv)
+    for name in ("teacher_steps", "student_steps", "train_prompts", "val_prompts"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.student_steps > args.teacher_steps:
+        parser.error(f"--student-steps {args.student_steps} exceeds --teacher-steps {args.teacher_steps}")
+    if args.train_prompts + args.val_prompts > 10**LENGTH:
+        parser.error(f"there are only {10**LENGTH} strings of {LENGTH} digits")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    out = args.out.resolve()
+    inputs = {name: value for name, value in vars(args).items() if name != "out"}
+    inputs["out"] = str(out)  # prepared.json holds absolute paths, so a moved folder is made again
+    inputs["prepare_py_sha256"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    if read_prepared(out, inputs):
+        log(f"{out} is up to date, nothing to do")
+        return
+
+    started = time.monotonic()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs for a plain kill, too
+    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.tmp-"))
+    try:
+        made = scratch / "made"
+        made.mkdir()
+        accuracy = prepare(made, args)
+        prepared = {
+            "recipe": "digits",
+            "seed": args.seed,
+            "student": str(out / "student"),
+            "teacher": str(out / "teacher"),
+            "train": str(out / "train.parquet"),
+            "val": str(out / "val.parquet"),
+            **accuracy,
+            "seconds": round(time.monotonic() - started, 1),
+            "inputs": inputs,
+        }
+        (made / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
+        put_in_place(made, out)
+    except KeyboardInterrupt:
+        raise SystemExit("prepare digits: interrupted, nothing was left behind") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    log(f"wrote {out} in {prepared['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Cuts a batch into requests.
+
+A prompt's rows stay together and adjacent, so that the teacher computes the prompt once, and several requests per
+replica can be under way at the same time. Only a prompt whose rows exceed a whole request is cut, and then its pieces
+are a family: they go to the same replica.
+
+Shapes: B = rows of the caller's batch.
+
+Not covered: who gets which request; the client decides that when a replica has room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from opd.wire import Limits
+
+ENVELOPE_BYTES = 8192  # at most what a request or a reply needs besides its arrays
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Rows that travel in one request, and how it has gone so far."""
+
+    rows: list[int]  # indices into the caller's batch
+    tokens: int
+    scored: int  # positions that get a value
+    family: int | None = None  # set on the pieces of one prompt that had to be cut
+    failures: int = 0
+    bad_replies: int = 0
+    not_before: float = 0.0  # time.monotonic() of its next attempt
+    avoid: str = ""  # address where it failed last
+
+
+def group_by_prompt(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[int]:
+    """A number per row, equal where the prompts ids[:start] are equal, in the order of first appearance."""
+    seen: dict[bytes, int] = {}
+    return [
+        seen.setdefault(hashlib.blake2b(row[:start].tobytes(), digest_size=16).digest(), len(seen))
+        for row, start in zip(rows, starts, strict=True)
+    ]
+
+
+def request_bytes(num_rows: int, tokens: int) -> int:
+    return 4 * tokens + 8 * num_rows + ENVELOPE_BYTES
+
+
+def reply_bytes(scored: int, topk: int) -> int:
+    """4 bytes for the sampled token, 8 for each of its top-k."""
+    return scored * (4 + 8 * topk)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What one request may hold. `max_tokens` gives way for a single row that is longer; the others never do."""
+
+    max_tokens: int
+    limits: Limits
+    topk: int
+
+    def fits(self, num_rows: int, tokens: int, scored: int) -> bool:
+        """Whether a server with these limits takes the request."""
+        return (
+            num_rows <= self.limits.max_rows
+            and request_bytes(num_rows, tokens) <= self.limits.max_request_bytes
+            and reply_bytes(scored, self.topk) <= self.limits.max_reply_bytes
+        )
+
+    def has_room(self, num_rows: int, tokens: int, scored: int) -> bool:
+        return tokens <= self.max_tokens and self.fits(num_rows, tokens, scored)
+
+
+def plan(
+    wanted: Sequence[int], lengths: Sequence[int], starts: Sequence[int], groups: Sequence[int], caps: Caps
+) -> tuple[list[Chunk], list[int]]:
+    """Cut rows into chunks.
+
+    Args:
+        wanted: the rows to send, as indices into the batch.
+        lengths, starts, groups: of the whole batch [B].
+
+    Returns:
+        The chunks, and the rows that no request can hold even alone.
+    """
+    members: dict[int, list[int]] = {}
+    too_big = []
+    for row in wanted:
+        if caps.fits(1, lengths[row], lengths[row] - starts[row]):
+            members.setdefault(groups[row], []).append(row)
+        else:
+            too_big.append(row)
+
+    def size(rows: list[int]) -> tuple[int, int, int]:
+        tokens = sum(lengths[row] for row in rows)
+        return len(rows), tokens, tokens - sum(starts[row] for row in rows)
+
+    def add(rows: list[int], family: int | None = None) -> None:
+        if rows:
+            chunks.append(Chunk(rows, *size(rows)[1:], family=family))
+
+    def packed(parts: list[list[int]]) -> list[list[int]]:
+        """Join neighbours while there is room."""
+        joined: list[list[int]] = []
+        total = (0, 0, 0)
+        for part in parts:
+            more = size(part)
+            both = (total[0] + more[0], total[1] + more[1], total[2] + more[2])
+            if joined and caps.has_room(*both):
+                joined[-1].extend(part)
+                total = both
+            else:
+                joined.append(list(part))
+                total = more
+        return joined
+
+    chunks: list[Chunk] = []
+    whole: list[list[int]] = []  # prompts that fit one request
+    for group, rows in members.items():
+        if caps.has_room(*size(rows)):
+            whole.append(rows)
+            continue
+        for piece in packed([[row] for row in rows]):
+            add(piece, family=group if len(rows) > 1 else None)
+    for piece in packed(whole):
+        add(piece)
+    return chunks, too_big

@@ -1,0 +1,180 @@
+"""Measure students against the task and the teacher: `python -m opd.evaluate --config RUN_DIR/config.yaml --models DIR`.
+
+Per model, on held-out prompts: greedy accuracy by the recipe's own reward, and the reverse KL to the teacher on
+responses that this very model samples at temperature 1 (on-policy). Writes one JSON list, one object per model.
+
+Shapes: B prompts of one batch, P prompt columns, S all columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opd import kl
+from opd.client import TeacherClient
+from opd.config import addresses
+from opd.errors import ConfigError, OPDError
+
+logger = logging.getLogger(__name__)
+
+
+def load_reward(path: Path, name: str) -> Callable[..., Any]:
+    """The recipe's reward function, from its file."""
+    spec = importlib.util.spec_from_file_location("recipe_reward", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"no reward file {str(path)!r}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+class Evaluation:
+    """Held-out rows, their reward and the teacher, ready for one model after the other."""
+
+    def __init__(self, args: argparse.Namespace, config: DictConfig, teacher: TeacherClient):
+        self.args = args
+        self.teacher = teacher
+        self.timeout_s = config.teacher.timeout_s
+        reward = config.reward.custom_reward_function
+        self.reward = load_reward(Path(reward.path), reward.name)
+        self.rows = pd.read_parquet(config.data.val_files).to_dict("records")[: args.limit]
+        self.max_response_length = config.data.max_response_length
+        self.template_kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def measure(self, folder: str) -> dict[str, Any]:
+        """Accuracy and KL of one model."""
+        start_s = time.monotonic()
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self.device).eval()
+        greedy = self._generate(model, tokenizer, self.rows, do_sample=False)
+        accuracy = np.mean([self._score(tokenizer, row, ids) for row, (_, ids) in zip(self.rows, greedy, strict=True)])
+        torch.manual_seed(self.args.seed)
+        sampled = self._generate(model, tokenizer, self.rows * self.args.samples, do_sample=True)
+        student_T, teacher_T = self._log_probs(model, sampled)
+        estimates = kl.estimates(student_T, teacher_T)
+        result = {
+            "model": folder,
+            "accuracy": float(accuracy),
+            "kl": estimates["opd/reverse_kl_k1"],
+            "kl_k3": estimates["opd/reverse_kl_k3"],
+            "prompts": len(self.rows),
+            "kl_tokens": len(student_T),
+            "mean_response_length": len(student_T) / len(sampled),
+        }
+        logger.info("%s: %s (%.1f s)", folder, result, time.monotonic() - start_s)
+        return result
+
+    @torch.inference_mode()
+    def _generate(self, model: Any, tokenizer: Any, rows: list[dict], **kwargs: Any) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, response ids with the EOS if there is one) per row."""
+        out: list[tuple[list[int], list[int]]] = []
+        eos = model.generation_config.eos_token_id
+        stops = {eos} if isinstance(eos, int) else set(eos or [])
+        if kwargs["do_sample"]:
+            # the model's own distribution: a folder's generation_config may ask for top-p or another temperature
+            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        else:
+            kwargs |= {"temperature": None, "top_k": None, "top_p": None}
+        for begin in range(0, len(rows), self.args.batch_size):
+            batch = rows[begin : begin + self.args.batch_size]
+            prompts = [
+                tokenizer.apply_chat_template(
+                    list(row["prompt"]),
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                    **self.template_kwargs,
+                )
+                for row in batch
+            ]
+            padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.device)
+            sequences_BS = model.generate(
+                **padded,
+                max_new_tokens=self.max_response_length,
+                pad_token_id=tokenizer.pad_token_id,
+                repetition_penalty=1.0,
+                **kwargs,
+            )
+            width = padded["input_ids"].shape[1]
+            for prompt, ids in zip(prompts, sequences_BS[:, width:].tolist(), strict=True):
+                end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+                out.append((prompt, ids[:end]))
+        return out
+
+    def _score(self, tokenizer: Any, row: dict, response: list[int]) -> float:
+        answer = self.reward(
+            data_source=row["data_source"],
+            solution_str=tokenizer.decode(response, skip_special_tokens=True),
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row.get("extra_info"),
+        )
+        return float(answer.get("acc", answer["score"]) if isinstance(answer, dict) else answer)
+
+    @torch.inference_mode()
+    def _log_probs(self, model: Any, sampled: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+        """The student's and the teacher's log-probs of all sampled response tokens."""
+        rows = [np.array(prompt + response, dtype=np.int32) for prompt, response in sampled]
+        starts = [len(prompt) for prompt, _ in sampled]
+        teacher = self.teacher.score(rows, starts, timeout_s=self.timeout_s).logprobs
+        student: list[np.ndarray] = []
+        for begin in range(0, len(rows), self.args.batch_size):
+            batch, from_ = rows[begin : begin + self.args.batch_size], starts[begin : begin + self.args.batch_size]
+            width = max(map(len, batch))
+            ids_BS = np.zeros((len(batch), width), dtype=np.int64)  # right-padded: causal rows never look there
+            for i, row in enumerate(batch):
+                ids_BS[i, : len(row)] = row
+            ids = torch.from_numpy(ids_BS).to(self.device)
+            logits_BSV = model(input_ids=ids).logits[:, :-1].float()
+            logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu().numpy()
+            # column i - 1 holds log p(ids[i] | ids[:i])
+            student += [logprobs_BS[i, start - 1 : len(row) - 1] for i, (row, start) in enumerate(zip(batch, from_))]
+        return np.concatenate(student), np.concatenate(teacher)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m opd.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True, help="config.yaml of a run: data, reward, teacher, lengths")
+    parser.add_argument("--models", nargs="+", required=True, metavar="DIR", help="students, as Hugging Face folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON list, one object per model")
+    parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt, for the KL (default 4)")
+    parser.add_argument("--limit", type=int, default=256, help="held-out prompts to use at most (default 256)")
+    parser.add_argument("--batch-size", type=int, default=256, help="sequences per forward (default 256)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        config = OmegaConf.load(args.config)
+        with TeacherClient(addresses(config.teacher)) as teacher:
+            teacher.wait_until_ready(config.teacher.ready_timeout_s)
+            evaluation = Evaluation(args, config, teacher)
+            args.out.write_text(json.dumps([evaluation.measure(folder) for folder in args.models], indent=1))
+    except OPDError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

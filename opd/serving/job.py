@@ -1,0 +1,254 @@
+"""One score request inside the server: its rows in the order of scoring, and its answer as that comes in.
+
+The front makes a Job from a request, the queue cuts Pieces off it, the worker scores them, the front puts the values
+back and, when no row is missing, sends answer(). A row is never answered with a value that `put` did not bring.
+
+Shapes: r = rows of the job in scoring order (without those that need no model), N = scored positions, K = topk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from opd.errors import RowError
+from opd.wire import Question
+
+
+class Piece(NamedTuple):
+    """Rows [lo, hi) of a job, in its scoring order: always neighbours, so that every array of it is a view."""
+
+    job: Job
+    lo: int
+    hi: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.job.lengths[self.lo : self.hi]
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self.job.starts[self.lo : self.hi]
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.job.ids[self.job.ends[self.lo] : self.job.ends[self.hi]]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.job.ends[self.hi] - self.job.ends[self.lo])
+
+    @property
+    def num_values(self) -> int:
+        return int(self.job.value_ends[self.hi] - self.job.value_ends[self.lo])
+
+    def crcs(self) -> np.ndarray:
+        """crc32 of the ids of each row, uint32 [hi - lo]: the worker sends the same of what it really scored."""
+        return row_crcs([self.job.row_ids(row) for row in range(self.lo, self.hi)])
+
+
+class Values(NamedTuple):
+    """What was computed for some rows, one after the other. Rows with an error hold NaN (and -1 for top-k ids)."""
+
+    logprobs: np.ndarray  # float32 [N]
+    topk_ids: np.ndarray | None  # int32 [N, K]
+    topk_logprobs: np.ndarray | None  # float32 [N, K]
+
+
+def row_crcs(rows: list[np.ndarray]) -> np.ndarray:
+    return np.array([zlib.crc32(row.data) for row in rows], dtype=np.uint32)
+
+
+def blank_values(num_values: int, topk: int) -> Values:
+    """Values that say "none": NaN, and -1 where an id would be."""
+    logprobs = np.full(num_values, np.nan, dtype=np.float32)
+    if topk == 0:
+        return Values(logprobs, None, None)
+    return Values(
+        logprobs, np.full((num_values, topk), -1, dtype=np.int32), np.full((num_values, topk), np.nan, dtype=np.float32)
+    )
+
+
+class Job:
+    """A score request that was let in."""
+
+    def __init__(
+        self,
+        question: Question,
+        *,
+        request_id: bytes,
+        envelope: list[bytes],
+        client: str,
+        topk: int,
+        temperature: float,
+        arrived: float,
+        deadline: float,
+        bad_rows: list[RowError],
+    ):
+        self.request_id = request_id
+        self.envelope = envelope
+        self.client = client
+        self.group = (topk, temperature)  # rows of one batch share these
+        self.topk = topk
+        self.arrived = arrived  # time.monotonic(), as is deadline
+        self.deadline = deadline
+        self.dispatched: float | None = None
+        self.score_ms = 0.0
+        self.digest = b""  # of the question, once it was computed
+        self.number = 0  # the queue's name for it
+        self.open = True  # until its one reply was sent
+        self.question = question
+        self.errors = {error.row: error for error in bad_rows}
+
+        counts = question.counts()
+        scored = counts > 0  # a row whose start is its length has no position to score: answered without the model
+        scored[list(self.errors)] = False
+        self._rows: np.ndarray | None = None  # request row of each row in scoring order; None: the same
+        self._group_ends: np.ndarray | None = None  # where rows with one prompt end, once the job had to be cut
+        self._select(None if scored.all() else np.flatnonzero(scored))
+        self.reply_bytes = int(counts.sum()) * (4 + 8 * topk)
+        self.cursor = 0  # rows before it were handed out
+        self.missing = len(self.lengths)  # rows without an answer
+        self._values: Values | None = None
+
+    def _select(self, rows: np.ndarray | None) -> None:
+        """Bring the arrays into scoring order: `rows` of the request, or all of them as they are."""
+        q = self.question
+        self._rows = rows
+        if rows is None:
+            self.lengths, self.starts, self.ids = q.lengths, q.starts, q.ids
+        else:
+            self.lengths, self.starts = q.lengths[rows], q.starts[rows]
+            ends = np.cumsum(q.lengths, dtype=np.int64)
+            parts = [q.ids[ends[row] - q.lengths[row] : ends[row]] for row in rows]
+            self.ids = np.concatenate(parts) if parts else q.ids[:0]
+        self.ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        self.value_ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64) - self.starts)))
+
+    @property
+    def tokens(self) -> int:
+        """Ids that the model has to read for this job."""
+        return int(self.ends[-1])
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.ends[-1] - self.ends[self.cursor])
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every row was handed out."""
+        return self.cursor == len(self.lengths)
+
+    def row_ids(self, index: int) -> np.ndarray:
+        return self.ids[self.ends[index] : self.ends[index + 1]]
+
+    def row_digest(self, index: int) -> bytes:
+        """Name of a row by its content, for the list of rows that killed a worker."""
+        h = hashlib.blake2b(digest_size=16)
+        h.update(int(self.starts[index]).to_bytes(8, "little"))
+        h.update(self.row_ids(index).data)
+        return h.digest()
+
+    def take(self, room: int, share: int, *, first: bool) -> Piece | None:
+        """Hand out the next rows: all that are left, or as many as fit without parting rows that share a prompt.
+
+        Args:
+            room: tokens that the batch has left.
+            share: tokens that this job's client should have of it, if its rows allow it.
+            first: the batch is empty, so at least one row must go, however long it is.
+        """
+        if self.tokens_left <= min(room, share):
+            return self._hand_out(len(self.lengths))
+        if self._group_ends is None:
+            self._put_prompts_together()
+        hi = self._fit(min(room, share))
+        if hi == self.cursor:
+            hi = self._fit(room, at_most_one_group=True)
+        if hi == self.cursor and first:
+            hi = max(self.cursor + 1, self._rows_within(room))
+        return self._hand_out(hi) if hi > self.cursor else None
+
+    def _hand_out(self, hi: int) -> Piece:
+        piece = Piece(self, self.cursor, hi)
+        self.cursor = hi
+        return piece
+
+    def _rows_within(self, room: int) -> int:
+        return int(np.searchsorted(self.ends, self.ends[self.cursor] + room, side="right")) - 1
+
+    def _fit(self, room: int, *, at_most_one_group: bool = False) -> int:
+        """The last end of a prompt group within `room` tokens, or the cursor."""
+        assert self._group_ends is not None
+        hi = self._rows_within(room)
+        ends = self._group_ends[(self._group_ends > self.cursor) & (self._group_ends <= hi)]
+        if len(ends) == 0:
+            return self.cursor
+        return int(ends[0] if at_most_one_group else ends[-1])
+
+    def _put_prompts_together(self) -> None:
+        """Order the rows so that those with the same prompt are neighbours; a scorer can then compute it once."""
+        assert self.cursor == 0, "a job's order changed after a part of it was handed out"
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, start in enumerate(self.starts.tolist()):
+            prompt = self.row_ids(row)[:start]
+            groups.setdefault((start, zlib.crc32(prompt.data)), []).append(row)
+        self._group_ends = np.cumsum([len(rows) for rows in groups.values()])
+        order = np.array([row for rows in groups.values() for row in rows])
+        if not np.array_equal(order, np.arange(len(order))):
+            self._select(order if self._rows is None else self._rows[order])
+
+    def put(self, piece: Piece, values: Values, errors: list[RowError]) -> None:
+        """Take in the worker's values for a piece; `errors` count rows from the start of the piece."""
+        for error in errors:
+            row = self._request_row(piece.lo + error.row)
+            self.errors[row] = RowError(row, error.code, error.message)
+        self.missing -= piece.hi - piece.lo
+        if piece.hi - piece.lo == len(self.lengths):
+            self._values = values  # the usual case: all in one piece, no copy
+            return
+        if self._values is None:
+            self._values = blank_values(int(self.value_ends[-1]), self.topk)
+        where = slice(self.value_ends[piece.lo], self.value_ends[piece.hi])
+        for mine, new in zip(self._values, values, strict=True):
+            if mine is not None and new is not None:
+                mine[where] = new
+
+    def leave_out(self, indices: list[int], code: str, reason: str) -> None:
+        """Answer these rows with an error, before any row was handed out; indices count in scoring order."""
+        assert self.cursor == 0
+        for index in indices:
+            row = self._request_row(index)
+            self.errors[row] = RowError(row, code, f"row {row} {reason}")
+        rows = np.arange(len(self.lengths)) if self._rows is None else self._rows
+        self._select(np.delete(rows, indices))
+        self.missing = len(self.lengths)
+
+    def fail_row(self, index: int, code: str, message: str) -> None:
+        """Give up on one row; `index` counts in scoring order."""
+        row = self._request_row(index)
+        self.errors[row] = RowError(row, code, f"row {row} {message}")
+        self.missing -= 1
+
+    def _request_row(self, index: int) -> int:
+        return index if self._rows is None else int(self._rows[index])
+
+    def answer(self) -> tuple[Values, list[RowError]]:
+        """The values in the order of the request, once no row is missing."""
+        assert self.missing == 0, "a job was answered before all of its rows were"
+        errors = [self.errors[row] for row in sorted(self.errors)]
+        values = self._values if self._values is not None else blank_values(int(self.value_ends[-1]), self.topk)
+        if self._rows is None:
+            return values, errors
+        counts = self.question.counts()
+        begins = np.cumsum(counts) - counts
+        result = blank_values(int(counts.sum()), self.topk)
+        for index, row in enumerate(self._rows.tolist()):
+            source = slice(self.value_ends[index], self.value_ends[index + 1])
+            target = slice(begins[row], begins[row] + counts[row])
+            for mine, computed in zip(result, values, strict=True):
+                if mine is not None and computed is not None:
+                    mine[target] = computed[source]
+        return result, errors

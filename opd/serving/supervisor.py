@@ -1,0 +1,261 @@
+"""Keeps one worker process alive: starts it, watches it, starts it again.
+
+Owned by the front's only thread, which calls receive() when the link is readable and tick() when wakeup() is due;
+nothing here blocks. A worker is lost when it exits, when a batch makes no progress for `worker_timeout_s`, or when
+loading takes longer than `load_timeout_s`; its whole process group is killed then.
+
+The worker dies with the front: it runs in its own session and asks the kernel for SIGKILL when its parent dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from opd.errors import OPDError
+from opd.scoring.scorer import LoadOptions
+from opd.serving import link
+from opd.serving.queue import Batch
+from opd.wire import ModelInfo, State, clip, to_bin
+
+logger = logging.getLogger(__name__)
+
+FAST_RESTARTS = 2  # losses in a row that are answered with a restart at once; a row that kills needs two to be found
+MAX_BACKOFF_S = 10.0
+
+
+class EngineFailed(OPDError):
+    """The worker cannot be brought up (again); `config` when a setting is the reason."""
+
+    def __init__(self, message: str, *, config: bool = False):
+        super().__init__(message)
+        self.config = config
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the worker is run and when it counts as lost."""
+
+    backend: str
+    load: LoadOptions
+    worker_timeout_s: float = 600.0
+    load_timeout_s: float = 1800.0
+    max_start_failures: int = 3
+    log_level: str = "info"
+
+
+class _Process:
+    """One worker process and its two sockets."""
+
+    def __init__(self, context: zmq.Context, settings: Settings):
+        self.folder = Path(tempfile.mkdtemp(prefix="opd-"))  # mode 0700: nobody else can connect
+        self.batches = context.socket(zmq.PAIR)
+        self.beats = context.socket(zmq.PULL)
+        self.unheard = {link.BATCHES, link.BEATS}  # sockets on which nothing has come yet
+        for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the front bounds what is in flight
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(f"ipc://{self.folder / name}")
+        self.popen = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "opd.serving.worker", "--folder", str(self.folder)),
+                *("--parent", str(os.getpid()), "--backend", settings.backend),
+                *("--options", msgspec.json.encode(settings.load).decode(), "--log-level", settings.log_level),
+            ],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """All messages that have come by now, heartbeats last."""
+        for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
+            while not socket.closed:
+                try:
+                    frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
+                except zmq.Again:
+                    break
+                if name in self.unheard:
+                    self.unheard.discard(name)
+                    if not self.unheard:  # both are connected: nobody needs the paths, and they cannot be left behind
+                        shutil.rmtree(self.folder, ignore_errors=True)
+                yield frames
+
+    def end(self) -> None:
+        """Kill the whole group and forget everything that was under way."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        self.batches.close()
+        self.beats.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Supervisor:
+    """The worker as the front sees it."""
+
+    def __init__(self, context: zmq.Context, settings: Settings):
+        self.state: State = "loading"
+        self.detail = f"loading {clip(settings.load.model)}"
+        self.info: ModelInfo | None = None
+        self.load_seconds = 0.0
+        self._context = context
+        self._settings = settings
+        self._process: _Process | None = None
+        self._started = 0.0
+        self._restart_at: float | None = None
+        self._last_sign = 0.0  # any message
+        self._last_progress = 0.0  # of the batch that runs
+        self._running = 0  # batches sent and not answered
+        self._losses = 0  # in a row, without a scored batch in between
+        self._start_failures = 0  # in a row
+
+    @property
+    def sockets(self) -> list[zmq.Socket]:
+        """What to poll, while there is a worker."""
+        return [self._process.batches, self._process.beats] if self._process is not None else []
+
+    def start(self, now: float) -> None:
+        self._restart_at = None
+        self._process = _Process(self._context, self._settings)
+        self._started = self._last_sign = self._last_progress = now
+        self._running = 0
+        settings = self._settings
+        logger.info("worker %d starts: %s, %s", self._process.popen.pid, settings.backend, clip(settings.load.model))
+
+    def send(self, batch: Batch, now: float) -> None:
+        """Hand a batch to a ready worker."""
+        assert self._process is not None and self.state == "ready"
+        deadline = max(piece.job.deadline for piece in batch.pieces)
+        rows = [piece.hi - piece.lo for piece in batch.pieces]
+        head = link.Batch(batch.seq, batch.topk, batch.temperature, deadline, rows)
+        lengths = np.concatenate([piece.lengths for piece in batch.pieces])
+        starts = np.concatenate([piece.starts for piece in batch.pieces])
+        ids = [to_bin(piece.ids, np.int32) for piece in batch.pieces]
+        frames = [link.encode(head), to_bin(lengths, np.int32), to_bin(starts, np.int32), *ids]
+        if self._running == 0:
+            self._last_progress = now
+        self._running += 1
+        self._process.batches.send_multipart(frames, copy=False, flags=zmq.DONTWAIT)
+
+    def receive(self, now: float) -> Iterator[tuple[link.Scores, list[zmq.Frame]]]:
+        """Read what the worker has sent, and yield the answers to batches.
+
+        Raises:
+            EngineFailed: the worker could not load, and another attempt makes no sense.
+        """
+        if self._process is None:
+            return
+        for frames in self._process.receive():
+            self._last_sign = now
+            try:
+                message: Any = link.decode_from_worker(frames[0].buffer)
+            except msgspec.MsgspecError as e:
+                self._lost(f"it sent a message that cannot be read: {e}", now)
+                return
+            match message:
+                case link.Beat():
+                    self._last_progress = max(self._last_progress, now - message.idle_s)
+                case link.Loaded():
+                    self._loaded(message)
+                case link.LoadFailed():
+                    self._load_failed(message, now)
+                case link.Scores():
+                    self._running -= 1
+                    self._losses = 0
+                    self._last_progress = now
+                    yield message, frames[1:]
+
+    def _loaded(self, message: link.Loaded) -> None:
+        old, new = self.info, message.info
+        if old is not None and old != new:
+            changed = [name for name in new.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+            raise EngineFailed(
+                f"after its restart the worker has another model than before ({', '.join(changed)} changed); "
+                f"start a new server, so that its clients notice"
+            )
+        self.info = new
+        self.load_seconds = message.seconds
+        self._start_failures = 0
+        self.state, self.detail = "ready", clip(f"{new.backend} scores with {new.name}")
+        logger.info("worker ready after %.1f s", message.seconds)
+
+    def _load_failed(self, message: link.LoadFailed, now: float) -> None:
+        if self.info is None:  # a person is waiting for the first start: tell at once
+            raise EngineFailed(message.message, config=message.config)
+        self._lost(f"could not load again: {message.message}", now)
+
+    def tick(self, now: float) -> str | None:
+        """Look after the worker; returns why it was lost, if it was.
+
+        Raises:
+            EngineFailed: it was lost too often while starting.
+        """
+        if self._process is None:
+            if self._restart_at is not None and now >= self._restart_at:
+                self.start(now)
+            return None
+        code = self._process.popen.poll()
+        if code is not None:
+            return self._lost(_why_it_ended(code), now)
+        if self.state != "ready" and now - self._started > self._settings.load_timeout_s:
+            return self._lost(f"loading took longer than {self._settings.load_timeout_s:g} s", now)
+        if self._running and now - self._last_progress > self._settings.worker_timeout_s:
+            return self._lost(f"no progress in a batch for {self._settings.worker_timeout_s:g} s", now)
+        return None
+
+    def lose(self, reason: str, now: float) -> str:
+        """Give up on a worker that misbehaves."""
+        return self._lost(reason, now)
+
+    def _lost(self, reason: str, now: float) -> str:
+        self.stop()
+        if self.state == "ready":
+            self._losses += 1
+        else:
+            self._start_failures += 1
+            if self._start_failures >= self._settings.max_start_failures:
+                raise EngineFailed(f"the worker did not start {self._start_failures} times in a row; last: {reason}")
+        count = self._start_failures or max(self._losses - FAST_RESTARTS, 0)
+        delay = min(0.5 * 2**count, MAX_BACKOFF_S) if count else 0.0
+        self._restart_at = now + delay
+        self.state = "restarting" if self.info is not None else "loading"
+        self.detail = clip(f"worker lost: {reason}; starts again in {delay:g} s")
+        logger.warning("worker lost: %s; starts again in %g s", clip(reason), delay)
+        return reason
+
+    def wakeup(self) -> float | None:
+        """When tick() must be called even if nothing happens."""
+        if self._process is None:
+            return self._restart_at
+        if self.state != "ready":
+            return self._started + self._settings.load_timeout_s
+        return self._last_progress + self._settings.worker_timeout_s if self._running else None
+
+    def age_s(self, now: float) -> float:
+        """Seconds since the worker's last sign of life."""
+        return max(now - self._last_sign, 0.0)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+def _why_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    hint = " (the system's memory may have run out)" if code == -signal.SIGKILL else ""
+    return f"it was killed by {signal.Signals(-code).name}{hint}"

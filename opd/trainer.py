@@ -1,0 +1,39 @@
+"""On-policy distillation on verl's PPO trainer, in one overridden method.
+
+The student samples responses; a teacher says how probable it finds each of the very tokens that the student chose. verl
+keeps a frozen reference policy for the same purpose and already trains `loss = policy loss + kl_loss_coef * KL(student ||
+reference)`. So the teacher's log-probs go where the reference's would be, as `ref_log_prob`, and nothing else changes:
+rollout, reward, advantage, the loss and its coefficient are verl's own.
+
+Shapes: B rows, P prompt columns, R response columns, S = P + R.
+"""
+
+from __future__ import annotations
+
+import torch
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from opd.reference import TeacherReference
+from opd.worker import METRICS_KEY
+
+
+class OPDTrainer(RayPPOTrainer):
+    """RayPPOTrainer whose reference policy is a teacher in another process.
+
+    Set `teacher` before `fit()`, and `ref_in_actor = True` before `init_workers()`: verl then loads no reference model.
+    """
+
+    teacher: TeacherReference
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        data = batch.batch
+        ref_log_prob_BR, metrics = self.teacher.ref_log_prob(
+            input_ids_BS=data["input_ids"].numpy(),
+            attention_mask_BS=data["attention_mask"].numpy(),
+            response_mask_BR=data["response_mask"].numpy(),
+            old_log_probs_BR=data["old_log_probs"].numpy(),
+        )
+        return DataProto.from_single_dict(
+            {"ref_log_prob": torch.from_numpy(ref_log_prob_BR)}, meta_info={METRICS_KEY: metrics}
+        )

@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# Distil a teacher into a student on-policy, from nothing to a result: set-up, data, teacher, training, evaluation.
+#
+#   bash run_opd.sh                         recipe/digits on a CPU (under 8 minutes), recipe/gsm8k on a GPU
+#   KL_COEF=0 bash run_opd.sh               the GRPO baseline; the KL to the teacher is reported all the same
+#   bash run_opd.sh --dry-run               print the composed configuration and the commands, start nothing
+#   bash run_opd.sh data.seed=7 ...         anything else goes to Hydra, on top of verl's configuration
+#
+# stdout: a small table and, as its last line, one JSON object. stderr: progress. Logs: RUN_DIR.
+set -euo pipefail
+
+# --- knobs: environment variables -----------------------------------------------------------------------------------
+KL_COEF=${KL_COEF:-}             # weight of KL(student || teacher) in the loss; 0 is the GRPO baseline [the recipe's]
+KL_TYPE=${KL_TYPE:-}             # estimator: k3+ k2 k3 k1+ abs ... [the recipe's]
+RECIPE=${RECIPE:-}               # folder under recipe/, or a path to one [digits; with a GPU gsm8k]
+STUDENT=${STUDENT:-}             # Hugging Face folder or hub id [the recipe's]
+TEACHER=${TEACHER:-}             # Hugging Face folder or hub id [the recipe's]
+TEACHER_ADDR=${TEACHER_ADDR:-}   # running teachers, tcp://host:port, comma-separated; none is started then
+TEACHER_PORT=${TEACHER_PORT:-15555} # where the teacher that this script starts listens, on 127.0.0.1
+TEACHER_ARGS=${TEACHER_ARGS:-}   # more arguments for opd.teacher_server, such as "--dtype bfloat16 --device cuda:7"
+STEPS=${STEPS:-}                 # training steps [the recipe's]
+SEED=${SEED:-0}                  # of data order and sampling; the prepared models do not depend on it
+RUN_DIR=${RUN_DIR:-}             # logs, metrics, checkpoints [runs/<recipe>-<time>]; one that was interrupted is resumed
+# ---------------------------------------------------------------------------------------------------------------------
+
+case "${1:-}" in -h|--help) sed -n '2,/^# ----.*-$/{/^# ---/!p}' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;; esac
+invoked_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+say() { printf '%s\n' "$*" >&2; }
+die() { say "run_opd.sh: $*"; exit 1; }
+absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$invoked_from" "$1" ;; esac; }
+
+dry_run=false
+if [ "${1:-}" = --dry-run ]; then dry_run=true; shift; fi
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+device=cpu
+if has_gpu; then device=cuda; fi
+if [ -z "$RECIPE" ]; then if [ $device = cuda ]; then RECIPE=gsm8k; else RECIPE=digits; fi; fi
+if [ -d "recipe/$RECIPE" ]; then RECIPE=$PWD/recipe/$RECIPE; else RECIPE=$(absolute "$RECIPE"); fi
+recipe_name=$(basename "$RECIPE")
+for file in prepare.py reward.py config.yaml; do
+    [ -f "$RECIPE/$file" ] || die "RECIPE: $RECIPE has no $file; known recipes: $(ls recipe | tr '\n' ' ')"
+done
+RUN_DIR=$(absolute "${RUN_DIR:-$PWD/runs/$recipe_name-$(date +%Y%m%d-%H%M%S)}")
+[ ! -e "$RUN_DIR/result.json" ] || die "RUN_DIR: $RUN_DIR holds a finished run; choose another folder"
+
+if [ $device = cuda ]; then requirements=requirements-gpu.txt; else requirements=requirements.txt; fi
+REQUIREMENTS=$requirements bash tools/setup_venv.sh
+SECONDS=0  # the reported time starts after the set-up
+python=$PWD/.venv/bin/python
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+if [ $device = cpu ]; then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}; fi
+
+# Everything started here runs in a session of its own, and only these sessions are ever signalled.
+pids=()
+start() { local log=$1; shift; setsid "$@" >>"$log" 2>&1 </dev/null & pids+=($!); }
+alive() { kill -0 "$1" 2>/dev/null; }
+stop_all() {
+    local pid
+    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    for _ in $(seq 50); do
+        for pid in "${pids[@]}"; do kill -0 -- "-$pid" 2>/dev/null && { sleep 0.1; continue 2; }; done
+        break
+    done
+    for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+    pids=()
+}
+trap stop_all EXIT
+trap 'say "run_opd.sh: interrupted; stopping what it started"; exit 130' INT TERM HUP
+
+prepared=runs/prepared/$recipe_name
+prepare=("$python" "$RECIPE/prepare.py" --out "$prepared")
+field() { "$python" -c 'import json, sys; print(json.load(sys.stdin).get(sys.argv[1]) or "")' "$1" <<<"$plan"; }
+if $dry_run; then
+    plan=$("${prepare[@]}" --plan)
+else
+    mkdir -p "$RUN_DIR"
+    setsid "${prepare[@]}" >&2 </dev/null & pids+=($!)
+    wait "${pids[0]}" || die "preparing $recipe_name failed (above)"
+    pids=()
+    plan=$(cat "$prepared/prepared.json")
+fi
+teacher_accuracy=""
+if [ -z "$TEACHER$TEACHER_ADDR" ]; then teacher_accuracy=$(field teacher_accuracy); fi
+STUDENT=${STUDENT:-$(field student)}
+TEACHER=${TEACHER:-$(field teacher)}
+address=${TEACHER_ADDR:-tcp://127.0.0.1:$TEACHER_PORT}
+
+read -ra teacher_args <<<"$TEACHER_ARGS"
+teacher=("$python" -m opd.teacher_server --model "$TEACHER" --bind "$address" "${teacher_args[@]}")
+overrides=(
+    "data.train_files=$(field train)"
+    "data.val_files=$(field val)"
+    "data.seed=$SEED"
+    "actor_rollout_ref.actor.data_loader_seed=$SEED"
+    "actor_rollout_ref.rollout.seed=$SEED"
+    "actor_rollout_ref.model.path=$STUDENT"
+    "reward.custom_reward_function.path=$RECIPE/reward.py"
+    "trainer.experiment_name=$recipe_name"
+    "teacher.address='$address'"
+)
+[ -z "$KL_COEF" ] || overrides+=("actor_rollout_ref.actor.kl_loss_coef=$KL_COEF")
+[ -z "$KL_TYPE" ] || overrides+=("actor_rollout_ref.actor.kl_loss_type=$KL_TYPE")
+[ -z "$STEPS" ] || overrides+=("trainer.total_training_steps=$STEPS")
+trainer=("$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --run-dir "$RUN_DIR" "${overrides[@]}" "$@")
+
+if $dry_run; then
+    "$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --run-dir "$RUN_DIR" --print-config \
+        "${overrides[@]}" "$@" 2> >(grep -v platform_manager >&2)
+    echo "# commands:"
+    printf '# '; printf '%q ' "${prepare[@]}"; echo
+    [ -n "$TEACHER_ADDR" ] || { printf '# '; printf '%q ' "${teacher[@]}"; echo; }
+    printf '# '; printf '%q ' "${trainer[@]}"; echo
+    exit 0
+fi
+
+last_error() { grep -v '^[[:space:]]*$' "$1" | grep -iE 'error|exception' | tail -n 1 || true; }
+fail_with() {  # what happened, the log to blame
+    local line
+    line=$(last_error "$2")
+    die "$1${line:+: $line} (log: $2)"
+}
+
+teacher_pid=""
+if [ -z "$TEACHER_ADDR" ]; then
+    say "teacher: $TEACHER on $address (log: $RUN_DIR/teacher.log)"
+    start "$RUN_DIR/teacher.log" "${teacher[@]}"
+    teacher_pid=${pids[-1]}
+fi
+check_teacher() { [ -z "$teacher_pid" ] || alive "$teacher_pid" || fail_with "the teacher died" "$RUN_DIR/teacher.log"; }
+
+say "training: $recipe_name, student $STUDENT (log: $RUN_DIR/train.log)"
+start "$RUN_DIR/train.log" "${trainer[@]}"
+trainer_pid=${pids[-1]}
+setsid "$python" -m opd.progress "$RUN_DIR" >&2 </dev/null & pids+=($!)
+while alive "$trainer_pid"; do check_teacher; sleep 0.5; done
+check_teacher
+wait "$trainer_pid" || fail_with "training failed" "$RUN_DIR/train.log"
+
+steps=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt") || die "training left no checkpoint in $RUN_DIR"
+checkpoint=$RUN_DIR/checkpoints/global_step_$steps/actor/huggingface
+say "evaluating the student before and after, on held-out prompts"
+start "$RUN_DIR/evaluate.log" "$python" -m opd.evaluate --config "$RUN_DIR/config.yaml" --seed "$SEED" \
+    --models "$STUDENT" "$checkpoint" --out "$RUN_DIR/evaluation.json"
+evaluate_pid=${pids[-1]}
+while alive "$evaluate_pid"; do check_teacher; sleep 0.2; done
+wait "$evaluate_pid" || fail_with "evaluation failed" "$RUN_DIR/evaluate.log"
+
+"$python" -m opd.report --run-dir "$RUN_DIR" --recipe "$recipe_name" --checkpoint "$checkpoint" --steps "$steps" \
+    --teacher-accuracy "${teacher_accuracy:-null}" --seconds "$SECONDS"

@@ -1,0 +1,170 @@
+"""The whole product at its smallest: real Ray, real verl, a real teacher process, two steps on the digits recipe.
+
+One run takes most of a minute, nearly all of it Ray and verl starting; so each run serves several claims.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CHILD_ENV, ROOT, ServerProcess, wait_until
+
+DIGITS = ROOT / "recipe" / "digits"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict:
+    """A student and a teacher that were barely trained: enough to differ."""
+    out = tmp_path_factory.mktemp("digits") / "prepared"
+    command = [sys.executable, str(DIGITS / "prepare.py"), "--out", str(out)]
+    subprocess.run([*command, "--teacher-steps", "40", "--student-steps", "10"], check=True, env=CHILD_ENV, timeout=300)
+    return json.loads((out / "prepared.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def teachers(prepared, tmp_path_factory):
+    """Two real teachers: the trained one, and the student itself."""
+    folder = tmp_path_factory.mktemp("teachers")
+    servers = {name: ServerProcess(folder / f"{name}.log", "--model", prepared[name]) for name in ("teacher", "student")}
+    yield {name: server.wait_ready() for name, server in servers.items()}
+    for server in servers.values():
+        server.end()
+
+
+def command(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "opd.main_opd", "--recipe", str(DIGITS), "--device", "cpu", "--run-dir", str(run_dir)),
+        f"data.train_files={prepared['train']}",
+        f"data.val_files={prepared['val']}",
+        "data.train_batch_size=8",
+        "data.val_max_samples=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        f"actor_rollout_ref.model.path={prepared['student']}",
+        f"reward.custom_reward_function.path={DIGITS / 'reward.py'}",
+        f"teacher.address={address}",
+        "trainer.total_training_steps=2",
+        *overrides,
+    ]
+
+
+def train(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[dict]:
+    """Run to the end; the metrics of each training step."""
+    done = subprocess.run(
+        command(prepared, address, run_dir, *overrides), env=CHILD_ENV, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [data for data in records if "training/global_step" in data]
+
+
+@pytest.fixture(scope="module")
+def distilled(prepared, teachers, tmp_path_factory) -> tuple[list[dict], Path]:
+    run_dir = tmp_path_factory.mktemp("run") / "kl1"
+    return train(prepared, teachers["teacher"], run_dir), run_dir
+
+
+def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
+    steps, _ = distilled
+    assert len(steps) == 2
+    for data in steps:
+        assert data["actor/opd/reverse_kl_k1"] > 0.05  # the teacher knows something else
+        assert data["actor/opd/teacher_logprob"] < 0
+        assert data["actor/opd/scored_tokens_per_s"] > 0
+        assert data["actor/opd/retries"] == 0
+        assert data["actor/opd/neutral_rows"] == 0
+
+
+def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(distilled, prepared):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = distilled[1] / "checkpoints" / "global_step_2" / "actor" / "huggingface"
+    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(prepared["student"]).state_dict()
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(prepared["student"]))
+
+
+@pytest.fixture(scope="module")
+def baseline(prepared, teachers, tmp_path_factory) -> list[dict]:
+    run_dir = tmp_path_factory.mktemp("run") / "kl0"
+    return train(prepared, teachers["teacher"], run_dir, "actor_rollout_ref.actor.kl_loss_coef=0")
+
+
+def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distilled, baseline):
+    # the same start, seed and samples: the first step's KL is the same number, and reported at coefficient 0 too
+    assert baseline[0]["actor/opd/reverse_kl_k1"] == pytest.approx(distilled[0][0]["actor/opd/reverse_kl_k1"], rel=1e-4)
+    assert baseline[0]["actor/grad_norm"] != pytest.approx(distilled[0][0]["actor/grad_norm"], rel=1e-2)
+
+
+def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_grpo(
+    prepared, teachers, baseline, tmp_path
+):
+    own = train(prepared, teachers["student"], tmp_path / "own", "trainer.total_training_steps=1")
+    assert abs(own[0]["actor/opd/reverse_kl_k1"]) < 1e-4
+    assert own[0]["actor/opd/reverse_kl_k3"] < 1e-4
+    assert own[0]["actor/kl_loss"] < 1e-4
+    # another teacher, another gradient: with this one it is the baseline's
+    assert own[0]["actor/grad_norm"] == pytest.approx(baseline[0]["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):
+    """Killed after the first step, restarted on the same port: every step has real values, and no zeros."""
+    port = free_port()
+    teacher = [sys.executable, "-m", "opd.teacher_server", "--model", prepared["teacher"]]
+    teacher += ["--bind", f"tcp://127.0.0.1:{port}"]
+    run_dir = tmp_path / "run"
+    first = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
+    trainer = subprocess.Popen(
+        command(prepared, f"tcp://127.0.0.1:{port}", run_dir, "trainer.total_training_steps=4"),
+        env=CHILD_ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and "training/global_step" in metrics.read_text(), 300, "the first step")
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+        time.sleep(2)
+        second = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
+        try:
+            assert trainer.wait(300) == 0
+        finally:
+            second.terminate()
+            second.wait(20)
+        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+        steps = [data for data in steps if "training/global_step" in data]
+        assert len(steps) == 4
+        assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in steps)
+    finally:
+        for process in (first, trainer):
+            process.kill()
+            process.wait(10)
+
+
+def test_a_teacher_that_stays_away_ends_the_run_with_one_sentence(prepared, tmp_path):
+    done = subprocess.run(
+        command(prepared, f"tcp://127.0.0.1:{free_port()}", tmp_path / "run", "teacher.ready_timeout_s=2"),
+        env=CHILD_ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "2.0 s" in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
