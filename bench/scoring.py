@@ -35,8 +35,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from opd.errors import RowError
 from opd.scoring.hf import load
-from opd.scoring.scorer import LoadOptions, Row
+from opd.scoring.scorer import LoadOptions, Row, RowScores
 
 VOCAB, NUM_ROWS = 32_000, 8
 SHAPES = {"p512": (512, 256), "p1024": (1024, 128)}  # prompt, response
@@ -93,7 +94,13 @@ def run_floor(model: Any, rows: list[Row], *, together: bool) -> None:
 def build(side: str, folder: str, dtype: str) -> Callable[[list[Row]], Any]:
     if side == "ours":
         scorer = load(LoadOptions(model=folder, dtype=dtype, device="cpu"))
-        return lambda rows: np.array([scores.logprobs for scores in scorer.score(rows)])
+
+        def run(rows: list[Row]) -> np.ndarray:
+            results = scorer.score(rows)
+            assert not any(isinstance(result, RowError) for result in results), results
+            return np.array([result.logprobs for result in results if isinstance(result, RowScores)])
+
+        return run
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     if side == "baseline":
         return lambda rows: run_baseline(model, rows)
@@ -187,7 +194,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.disable_progress_bar()
     if args.child:
-        child(*args.child, dtype=args.dtype)
+        side, shape, folder = args.child
+        child(side, shape, folder, args.dtype)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)

@@ -19,6 +19,7 @@ import numpy as np
 
 from opd.wire import Limits
 
+MAX_REPLY_BYTES = 512 << 20  # a larger one is cut off by our own socket, whatever the server would send
 ENVELOPE_BYTES = 8192  # at most what a request or a reply needs besides its arrays
 
 
@@ -52,6 +53,16 @@ def request_bytes(num_rows: int, tokens: int) -> int:
 def reply_bytes(scored: int, topk: int) -> int:
     """4 bytes for the sampled token, 8 for each of its top-k."""
     return scored * (4 + 8 * topk)
+
+
+def common_limits(known: Sequence[Limits]) -> Limits:
+    """What all of these servers take, and what our own sockets take from them."""
+    limits = [*known, Limits(max_request_bytes=2**40, max_reply_bytes=MAX_REPLY_BYTES, max_rows=2**40)]
+    return Limits(
+        max_request_bytes=min(limit.max_request_bytes for limit in limits),
+        max_reply_bytes=min(limit.max_reply_bytes for limit in limits),
+        max_rows=min(limit.max_rows for limit in limits),
+    )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 import zmq
 
 from opd.checks import Values, check_reply
-from opd.chunks import Caps, Chunk, group_by_prompt, plan
+from opd.chunks import Caps, Chunk, common_limits, group_by_prompt, plan
 from opd.deadline import Backoff, Deadline
 from opd.errors import (
     BadReply,
@@ -42,7 +42,7 @@ from opd.errors import (
     TeacherUnavailable,
 )
 from opd.replica import Answer, Attempt, Replica, Timing
-from opd.wire import Expect, Limits, ModelInfo, Question, ScoreRequest, ServerInfo, clip, digest, encode_request, new_id
+from opd.wire import Expect, ModelInfo, Question, ScoreRequest, ServerInfo, clip, digest, encode_request, new_id
 from opd.wire import to_bin as _bin
 
 logger = logging.getLogger(__name__)
@@ -368,17 +368,9 @@ class TeacherClient:
             call.topk_ids = [None if row in needs else empty_topk.astype(np.int32) for row in range(len(rows))]
         tokens = sum(lengths[row] for row in wanted)
         share = -(-tokens // len(self._replicas))  # so that a small batch is still spread over all replicas
-        call.cut(wanted, Caps(max(1, min(self._max_tokens, share)), self._limits(), topk))
+        known = [replica.info.limits for replica in self._replicas if replica.info is not None]
+        call.cut(wanted, Caps(max(1, min(self._max_tokens, share)), common_limits(known), topk))
         return call
-
-    def _limits(self) -> Limits:
-        """What every replica takes, as far as they have said."""
-        known = [replica.info.limits for replica in self._replicas if replica.info is not None] or [Limits()]
-        return Limits(
-            max_request_bytes=min(limits.max_request_bytes for limits in known),
-            max_reply_bytes=min(limits.max_reply_bytes for limits in known),
-            max_rows=min(limits.max_rows for limits in known),
-        )
 
     def _finish(self, call: _Call) -> None:
         """Send, receive and send again until no request is left."""
@@ -454,7 +446,7 @@ class TeacherClient:
             if call.temperature != 1.0 and not model.temperature:
                 message = f"the teacher at {replica.address} scores at temperature 1 only, not at {call.temperature}"
                 raise RequestRefused("temperature", message)
-            caps = Caps(self._max_tokens, replica.info.limits, call.topk)
+            caps = Caps(self._max_tokens, common_limits([replica.info.limits]), call.topk)
             call.waiting.remove(chunk)
             if caps.fits(len(chunk.rows), chunk.tokens, chunk.scored):
                 self._send(call, chunk, replica, now)

@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from opd.chunks import Chunk, reply_bytes, request_bytes
+from opd.chunks import MAX_REPLY_BYTES, Chunk, reply_bytes, request_bytes
 from opd.deadline import Backoff
 from opd.errors import ConfigError, TeacherMismatch, WireError
 from opd.wire import (
     InfoRequest,
-    Limits,
     ModelInfo,
     PingRequest,
     Question,
@@ -153,7 +152,7 @@ class Replica:
         socket.immediate = 1  # nothing is queued for a peer that is not there
         socket.ipv6 = int("[" in self.address)
         socket.sndhwm = socket.rcvhwm = 16  # messages, a few more than requests are ever under way
-        socket.maxmsgsize = Limits().max_reply_bytes + (1 << 20)
+        socket.maxmsgsize = MAX_REPLY_BYTES + (1 << 20)
         socket.handshake_ivl = socket.connect_timeout = 5000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
         socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 30

@@ -33,13 +33,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="model folder; for the oracle any word, which is its seed")
+    add("--model", required=True, default=argparse.SUPPRESS, help="model folder, or oracle:seed=1,vocab=1000")
     add("--backend", default="hf", help="hf (transformers), oracle (computed values, for tests), or your own module")
     add("--bind", default=DEFAULT_BIND, help="address to serve on; port 0 takes a free one")
     add("--insecure", action="store_true", help="allow an address that others can reach: no keys, no encryption")
     add("--dtype", default="auto", choices=DTYPES, help="auto: as the model was saved")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--max-len", type=_positive, default=None, help="most ids in one row; default: what the model's config allows")
+    add("--max-len", type=_positive, default=None, help="most ids in one row; None: what the model's config allows")
     add("--max-tokens", type=_positive, default=16_384, help="ids in one batch; bounds the worker's memory")
     add("--max-topk", type=int, default=256, help="most ids per position in a top-k request")
     limits = Limits()
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_reach(args.bind, insecure=args.insecure)
         front = Front(options_from(args), on_ready=_say_ready)
         address = front.bind()
+        if args.insecure:
+            logging.warning("--insecure: whoever can reach %s can use this teacher", address)
         _say(f"teacher listening at {address}, loading {args.model}")
         return front.run()
     except (ConfigError, EngineFailed) as e:
@@ -130,10 +132,10 @@ def _is_loopback(host: str) -> bool:
         return False  # a name or an interface: where it leads is not known here
 
 
-def _say_ready(info: ModelInfo, seconds: float) -> None:
+def _say_ready(address: str, info: ModelInfo, seconds: float) -> None:
     _say(
-        f"teacher ready: {info.name}, vocabulary {info.vocab_size}, max length {info.max_length}, {info.dtype}, "
-        f"backend {info.backend}, loaded in {seconds:.1f} s"
+        f"teacher ready at {address}: {info.name}, vocabulary {info.vocab_size}, max length {info.max_length}, "
+        f"{info.dtype}, backend {info.backend}, loaded in {seconds:.1f} s"
     )
 
 

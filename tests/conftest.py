@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHILD_ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: str = "the condition") -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "the condition") -> None:
     """Poll a condition; the test fails with `what` when it stays false."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -42,7 +42,7 @@ class ServerProcess:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = 90.0) -> str:
         """Wait until the log has a match; returns its first group, or all of it."""
 
         def found() -> object:
@@ -71,7 +71,7 @@ class ServerProcess:
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         return self.popen.wait(timeout_s)
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """The transformers scorer against transformers itself, on models of two layers."""
 
+import functools
 import math
 
 import numpy as np
@@ -73,11 +74,15 @@ def same_prompt(rng, prompt_length, counts):
     return [Row(np.concatenate([prompt, rng.integers(0, VOCAB, n)]).astype(np.int32), prompt_length) for n in counts]
 
 
+@functools.cache
+def reference_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
 @torch.no_grad()
 def full_log_softmax(folder, row, temperature=1.0):
     """The reference: eager attention, one row, all logits, float32 [N, V]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    logits = model(torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0, row.start - 1 : -1]
+    logits = reference_model(folder)(torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0, row.start - 1 : -1]
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 

@@ -40,7 +40,7 @@ def copied_recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user") / f"copied-{os.getpid()}"
     shutil.copytree(ROOT / "recipe" / "digits", folder, ignore=shutil.ignore_patterns("__pycache__"))
     prepare = folder / "prepare.py"
-    text, edits = re.subn(r"^(TEACHER|STUDENT)_STEPS = \d+", r"\1_STEPS = 20", prepare.read_text(), flags=re.M)
+    text, edits = re.subn(r'("--(?:teacher|student)-steps", type=int, default=)\d+', r"\g<1>20", prepare.read_text())
     assert edits == 2
     prepare.write_text(text)
     yield folder

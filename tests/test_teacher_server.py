@@ -27,12 +27,14 @@ import pytest
 import zmq
 import zmq.asyncio
 from conftest import CHILD_ENV, ROOT, ServerProcess, wait_until
-from moody_scorer import BREAK_ID, OVERWRITE_ID, SEGFAULT_ID, SHAPE_ID, SHORT_LIST_ID
+from moody_scorer import BREAK_ID, OVERWRITE_ID, SEGFAULT_ID, SHAPE_ID, SHORT_LIST_ID, MoodyScorer
 
 from opd.errors import ConfigError, WireError
 from opd.scoring import oracle
 from opd.scoring.scorer import LoadOptions, Row, RowScores
+from opd.serving import link
 from opd.serving.front import _check_model
+from opd.serving.worker import score_batch
 from opd.teacher_server import check_reach
 from opd.wire import Expect, ModelInfo, ScoreRequest, digest
 
@@ -522,16 +524,18 @@ def test_a_peer_that_never_reads_costs_bounded_memory(teacher_server: Start, con
     """300 replies of 4 MB are asked for and never read; the front stays small and serves others."""
     server = teacher_server(args=["--max-queued-reply-bytes", "64000000", "--max-topk", "64"])
     rows = [[11] * 128] * 64
-    body = pack(score_map(rows, topk=64, client="sloth"))
+    body = pack(score_map(rows, topk=64, client="sloth", budget_ms=600_000))
     assert_right(connect(server.address).ask(score_map(GOOD)), GOOD)
     before = rss_mb(server.pid)
     sloth = connect(server.address, zmq.DEALER, SNDHWM=0, RCVHWM=1, RCVBUF=4096)
     for _ in range(300):
         sloth.send(body)
-    reader = connect(server.address)
-    wait_until(lambda: reader.ask(score_map(GOOD))["status"] == "ok" and "busy" not in server.text(), what="an answer")
+    reader, quiet = connect(server.address), 0
+    while quiet < 20:  # until the server has dealt with all of them
+        time.sleep(0.02)
+        quiet = quiet + 1 if reader.info()["queued_tokens"] == 0 else 0
     assert_right(reader.ask(score_map(GOOD)), GOOD)
-    assert rss_mb(server.pid) - before < 200
+    assert rss_mb(server.pid) - before < 120
 
 
 def rss_mb(pid: int) -> float:
@@ -551,6 +555,20 @@ def test_an_expired_request_is_told_so_and_not_computed(teacher_server: Start, c
     assert hurried.ask(score_map(GOOD, budget_ms=0))["status"] == "expired"
     assert_right(busy.receive(), [[11, 12, 13]] * 8)
     assert "worker lost" not in server.text()
+
+
+def test_a_batch_that_waited_too_long_in_the_worker_is_not_scored() -> None:
+    """The same bytes with a later deadline are."""
+    scorer = MoodyScorer.__new__(MoodyScorer)
+    scorer._broken = False
+    arrays = [np.array(values, np.int32).tobytes() for values in ([3], [1], [5, 6, 7])]
+    for deadline, want in ((time.monotonic() - 0.001, [np.nan, np.nan]), (time.monotonic() + 60, [-6.001, -7.002])):
+        head = link.encode(link.Batch(1, 0, 1.0, deadline, [1]))
+        answer, logprobs = score_batch(scorer, np.zeros(1), [memoryview(data) for data in (head, *arrays)])
+        scores = link.decode_from_worker(answer)
+        assert isinstance(scores, link.Scores)
+        assert [code for _, _, code, _ in scores.errors] == (["expired"] if np.isnan(want).any() else [])
+        np.testing.assert_array_equal(np.frombuffer(logprobs, np.float32), np.array(want, np.float32))
 
 
 def test_a_small_client_is_served_while_a_big_one_waits(teacher_server: Start, connect: Callable[..., Client]) -> None:
@@ -574,7 +592,7 @@ def test_a_killed_worker_is_replaced_and_every_request_answered(
     server = teacher_server(ms_per_batch=100)
     clients = [connect(server.address) for _ in range(4)]
     rng = random.Random(8)
-    asked = [random_rows(rng, 3) for _ in clients]
+    asked = [[*random_rows(rng, 3), *GOOD, *GOOD] for _ in clients]  # equal rows are one suspect, and innocent
     for number, (client, rows) in enumerate(zip(clients, asked, strict=True)):
         client.send(pack(score_map(rows, client=str(number))))
     wait_until(lambda: connect(server.address).info()["queued_tokens"] > 0)
@@ -605,18 +623,23 @@ def test_a_row_that_kills_the_worker_is_found_and_refused(
     clients = [connect(server.address) for _ in range(3)]
     rng = random.Random(9)
     asked = [random_rows(rng, 4, 20) for _ in clients]
-    poisoned = [*asked[0][:2], [11, 950, 12], *asked[0][2:]]
+    poisoned = [*asked[0][:2], [11, 950, 12], [11, 950, 12], *asked[0][2:]]
     bodies = [score_map(poisoned, client="0"), *(score_map(rows, client=str(n)) for n, rows in enumerate(asked[1:], 1))]
     for client, body in zip(clients, bodies, strict=True):
         client.send(pack(body))
     reply = clients[0].receive()
-    assert reply["status"] == "ok" and [(row, code) for row, code, _ in reply["row_errors"]] == [(2, "poison")]
+    assert reply["status"] == "ok" and [(row, code) for row, code, _ in reply["row_errors"]] == [
+        (2, "poison"),
+        (3, "poison"),
+    ]
     kept = reply["logprobs"][~np.isnan(reply["logprobs"])]
     np.testing.assert_array_equal(kept, np.concatenate([score.logprobs for score in truth(asked[0])]))
     for client, rows in zip(clients[1:], asked[1:], strict=True):
         assert_right(client.receive(), rows)
-    again = clients[1].ask(score_map([[11, 950, 12], [11, 12]]))
-    assert [(row, code) for row, code, _ in again["row_errors"]] == [(0, "poison")]
+    again = clients[1].ask(score_map([[11, 12], [11, 950, 12], [11, 13]]))
+    assert [(row, code) for row, code, _ in again["row_errors"]] == [(1, "poison")]
+    only = clients[1].ask(score_map([[11, 950, 12]]))
+    assert [(row, code) for row, code, _ in only["row_errors"]] == [(0, "poison")]
     assert server.text().count("worker lost") == 2
 
 
@@ -745,7 +768,7 @@ def test_a_setting_that_cannot_work_ends_the_server_with_a_sentence(
     start_teacher: Start, args: list[str], sentence: str
 ) -> None:
     server = start_teacher(*args)
-    assert server.wait(60) == 2
+    assert server.wait(180) == 2
     assert sentence in server.text() and "Traceback" not in server.text()
 
 
@@ -828,10 +851,10 @@ def test_a_second_sigterm_or_ctrl_c_ends_at_once(
     client.send(pack(score_map([[11, 951]])))
     other = connect(server.address)
     wait_until(lambda: other.info()["queued_tokens"] > 0)
-    began = time.monotonic()
     for index, number in enumerate(signals):
         if index:
             wait_until(lambda: other.info()["state"] == "draining")
+        began = time.monotonic()
         server.signal(number)
     assert server.wait(5) == code
     assert time.monotonic() - began < 2

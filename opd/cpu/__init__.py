@@ -7,7 +7,8 @@ Importing this package registers everything, in the driver and (through VERL_USE
                                                               rollout class registry
     server.py     the Ray actor behind it: collects waiting requests, runs them as one batch
     generate.py   the decode loop; torch and transformers only
-    agent_loop.py verl's agent loops with a cheaper start           rollout.agent.agent_loop_manager_class
+    agent_loop.py verl's agent loops with less overhead per row     rollout.agent.agent_loop_manager_class
+    collect.py    many single calls become few batched ones
     worker.py     CpuWorker, in place of verl's ActorRolloutRefWorker: give it to the trainer as Role.ActorRollout
     settings.py   ENV and OVERRIDES, the environment variables and Hydra overrides that a CPU run needs
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
+from .collect import Collector
 from .generate import Completion, Request, generate
-
-# Requests of one step arrive over a second or so, each by its own call. A batch starts when no request came for this
-# long: starting with the first would run a batch of one, and every batch pays the full price of each decode step.
-QUIET_S = 0.02
 
 _ROW_OF_REQUEST = re.compile(r"det-(\d+)")
 _KNOWN_PARAMS = {"temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"}
@@ -62,9 +58,7 @@ class GenerationServer:
         self._global_steps: int | None = None
         self._asked: collections.Counter[int] = collections.Counter()
         self._arrived = 0
-        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._last_arrival_s = 0.0
-        self._runner: asyncio.Task[None] | None = None
+        self._complete: Collector[Request, Completion] = Collector(self._run, max_items=config.max_num_seqs)
         # Weights never change under a running batch.
         self._model_lock = asyncio.Lock()
 
@@ -107,18 +101,17 @@ class GenerationServer:
         if self._global_steps is None:
             raise RuntimeError("asked to generate before the first weight sync; call update_weights() first")
         request = self._request(list(prompt_ids), sampling_params, request_id)
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, done))
-        self._last_arrival_s = time.monotonic()
-        if self._runner is None:
-            self._runner = asyncio.create_task(self._run_until_empty())
-        completion = await done
+        completion = await self._complete(request)
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs if sampling_params.get("logprobs") else None,
             stop_reason="completed",
             extra_fields={"global_steps": self._global_steps},
         )
+
+    async def generate_many(self, requests: list[dict[str, Any]]) -> list[TokenOutput]:
+        """`generate` for many rows in one call; the first error is everybody's."""
+        return await asyncio.gather(*[self.generate(**request) for request in requests])
 
     def _request(self, prompt_ids: list[int], params: dict[str, Any], request_id: str) -> Request:
         if unknown := sorted(set(params) - _KNOWN_PARAMS):
@@ -151,41 +144,7 @@ class GenerationServer:
         assert self._global_steps is not None
         return (self.config.seed, self._global_steps, row, asked_before)
 
-    async def _run_until_empty(self) -> None:
-        try:
-            while self._waiting:
-                await self._until_quiet()
-                batch, self._waiting = (
-                    self._waiting[: self.config.max_num_seqs],
-                    self._waiting[self.config.max_num_seqs :],
-                )
-                await self._run(batch)
-        finally:
-            self._runner = None
-
-    async def _until_quiet(self) -> None:
-        while len(self._waiting) < self.config.max_num_seqs:
-            quiet_s = time.monotonic() - self._last_arrival_s
-            if quiet_s >= QUIET_S:
-                return
-            await asyncio.sleep(QUIET_S - quiet_s)
-
-    async def _run(self, batch: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        requests = [request for request, _ in batch]
-        try:
-            async with self._model_lock:
-                # In a thread: the event loop goes on accepting the requests of the next batch.
-                completions = await asyncio.to_thread(generate, self.model, requests, self.eos_ids)
-        except BaseException as error:
-            # Whatever went wrong, everybody who waits must hear of it, or the trainer waits for ever.
-            for _, done in batch:
-                if not done.done():
-                    done.set_exception(
-                        RuntimeError(f"generation of {len(batch)} rows failed: {type(error).__name__}: {error}")
-                    )
-            if not isinstance(error, Exception):
-                raise
-            return
-        for (_, done), completion in zip(batch, completions, strict=True):
-            if not done.done():
-                done.set_result(completion)
+    async def _run(self, requests: list[Request]) -> list[Completion]:
+        async with self._model_lock:
+            # In a thread: the event loop goes on accepting the requests of the next batch.
+            return await asyncio.to_thread(generate, self.model, requests, self.eos_ids)

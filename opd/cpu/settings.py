@@ -20,8 +20,11 @@ ENV: dict[str, str] = {
     # OpenMP threads that wait by spinning take the core from the process that they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray gives up on its own node after 30 s by default; on busy cores it takes longer.
+    # On busy cores Ray gives up on its own node after 30 s and on a process, which imports verl first, after 60 s.
     "RAY_raylet_start_wait_time_s": "180",
+    "RAY_worker_register_timeout_seconds": "300",
+    # Ray runs its processes at niceness 15 by default: any teacher on the same cores would starve the trainer.
+    "RAY_worker_niceness": "0",
 }
 
 _MODEL = "actor_rollout_ref.model"
@@ -69,4 +72,6 @@ OVERRIDES: list[str] = [
 # For trainer.use_v1=False only: the V1 trainers have an agent loop manager of their own.
 OVERRIDES_V0: list[str] = [
     f"+{_ROLLOUT}.agent.agent_loop_manager_class=opd.cpu.agent_loop.CpuAgentLoopManager",
+    # That manager's workers compute rewards themselves.
+    "reward.num_workers=0",
 ]

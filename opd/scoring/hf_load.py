@@ -85,7 +85,9 @@ def _load_tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as e:
-        log.warning("the tokenizer of %s cannot be loaded, so that clients cannot compare theirs: %s", name, _first_line(e))
+        log.warning(
+            "the tokenizer of %s cannot be loaded, so that clients cannot compare theirs: %s", name, _first_line(e)
+        )
         return None
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from opd.errors import RowError
 from opd.wire import ModelInfo
 
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -28,12 +27,17 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     right (no such folder, a dtype or a length that the model cannot do); the server ends with that sentence.
     """
 
-    model: str  # a model folder; for the oracle any string, which is its seed
+    model: str  # a model folder; for the oracle any string, which is its seed; for http the server's name for it
     dtype: str = "auto"  # one of DTYPES; auto: the dtype that the model was saved in
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     max_length: int | None = None  # ids in one row; None: what the model's config allows
     max_tokens: int = 16_384  # ids in one call of score(): the server's token budget, which bounds activation memory
     max_topk: int = 256  # capped by the scorer to its vocabulary
+    tensor_parallel_size: int = 1  # vllm: GPUs that hold one copy of the model together
+    gpu_memory_utilization: float = 0.9  # vllm: share of each GPU's memory for weights and cache
+    url: str | None = None  # http: the server's address
+    tokenizer: str | None = None  # http: folder of the tokenizer, when `model` is none
+    api_key_env: str | None = None  # http: name of the environment variable that holds the server's key
 
 
 class Row(NamedTuple):

@@ -8,6 +8,7 @@ Not covered: encryption (CURVE keys would be set in `_open_router`, and checked 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -67,9 +68,10 @@ class _Tracked:
 class Front:
     """The server. bind() first, so that a taken address fails before anything is loaded, then run()."""
 
-    def __init__(self, options: Options, *, on_ready: Callable[[wire.ModelInfo, float], None]):
+    def __init__(self, options: Options, *, on_ready: Callable[[str, wire.ModelInfo, float], None]):
         self._options = options
         self._on_ready = on_ready
+        self._address = ""  # the one that was bound
         self._boot = os.urandom(8).hex()
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
@@ -128,7 +130,8 @@ class Front:
             else:
                 reason = f"cannot be bound ({e}); give --bind an address of this machine, like tcp://127.0.0.1:15555"
             raise ConfigError(f"{address} {reason}") from None
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
+        self._address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
+        return self._address
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit code.
@@ -175,8 +178,8 @@ class Front:
         for scores, frames in self._supervisor.receive(now):
             self._on_scores(scores, frames, now)
         lost = self._supervisor.tick(now)
-        if lost is not None or (self._flying and self._supervisor.state != "ready"):
-            self._isolate(lost or self._supervisor.detail)
+        if lost is not None:
+            self._isolate(lost)
         self._announce()
         if self._router in ready:
             self._read_requests()
@@ -228,7 +231,7 @@ class Front:
     def _announce(self) -> None:
         if self._supervisor.state == "ready" and not self._announced and self._supervisor.info is not None:
             self._announced = True
-            self._on_ready(self._supervisor.info, self._supervisor.load_seconds)
+            self._on_ready(self._address, self._supervisor.info, self._supervisor.load_seconds)
 
     # requests
 
@@ -312,8 +315,6 @@ class Front:
         )
         if request.budget_ms == 0:
             return self._reply_to(job, status="expired", code="expired", message="no time budget", retryable=True)
-        if self._poison:
-            self._refuse_poison(job)
         if not job.missing:
             return self._reply_values(job)
         self._unsent = [reply for reply in self._unsent if not reply.done]
@@ -326,10 +327,6 @@ class Front:
         if refusal is not None:
             self._busy(envelope, request.id, *refusal)
 
-    def _refuse_poison(self, job: Job) -> None:
-        bad = [i for i in range(len(job.lengths)) if self._kills.get(job.row_digest(i), 0) >= KILLS_BEFORE_POISON]
-        job.leave_out(bad, "poison", "stopped the worker before and is not tried again")
-
     # batches
 
     def _dispatch(self, now: float) -> None:
@@ -338,6 +335,10 @@ class Front:
             batch = self._queue.next_batch(self._options.worker.load.max_tokens, full_only=bool(self._flying))
             if batch is None:
                 return
+            if self._poison:
+                batch = self._without_poison(batch)
+            if not batch.pieces:
+                continue
             for piece in batch.pieces:
                 if piece.job.dispatched is None:
                     piece.job.dispatched = now
@@ -383,25 +384,35 @@ class Front:
 
     def _isolate(self, reason: str) -> None:
         """The worker was lost: every row that was with it is suspect, and goes alone to the next one."""
-        flying, self._flying = list(self._flying.values()), {}
-        for batch, _ in flying:
-            for piece in batch.pieces:
-                if piece.job.open:
-                    self._suspect(piece, reason)
-
-    def _suspect(self, piece: Piece, reason: str) -> None:
-        for row in range(piece.lo, piece.hi):
-            digest = piece.job.row_digest(row)
+        pieces = [piece for batch, _ in self._flying.values() for piece in batch.pieces if piece.job.open]
+        self._flying = {}
+        # a set: rows with the same ids are one suspect, and this was one death
+        for digest in {piece.job.row_digest(row) for piece in pieces for row in range(piece.lo, piece.hi)}:
             self._kills[digest] = self._kills.pop(digest, 0) + 1
-            if self._kills[digest] < KILLS_BEFORE_POISON:
-                self._queue.retry_alone(Piece(piece.job, row, row + 1))
-                continue
-            self._poison = True
-            logger.error("a row of %d ids stopped the worker twice and is refused from now on", piece.job.lengths[row])
-            piece.job.fail_row(row, "poison", f"stopped the worker {KILLS_BEFORE_POISON} times ({reason})")
+            if self._kills[digest] >= KILLS_BEFORE_POISON:
+                self._poison = True
+                logger.error(
+                    "a row stopped the worker %d times (%s) and is refused from now on", KILLS_BEFORE_POISON, reason
+                )
         while len(self._kills) > MAX_SUSPECTS:
             del self._kills[next(iter(self._kills))]
-        self._finish_if_complete(piece.job)
+        for piece in pieces:
+            self._queue.retry_alone(piece)
+
+    def _without_poison(self, batch: Batch) -> Batch:
+        """The batch without rows that are known to kill; their requests are told."""
+        pieces = []
+        for piece in batch.pieces:
+            lo = piece.lo
+            for row in range(piece.lo, piece.hi):
+                if self._kills.get(piece.job.row_digest(row), 0) >= KILLS_BEFORE_POISON:
+                    pieces += [Piece(piece.job, lo, row)] if lo < row else []
+                    lo = row + 1
+                    message = f"stopped the worker {KILLS_BEFORE_POISON} times and is not tried again"
+                    piece.job.fail_row(row, "poison", message)
+            pieces += [Piece(piece.job, lo, piece.hi)] if lo < piece.hi else []
+            self._finish_if_complete(piece.job)
+        return dataclasses.replace(batch, pieces=pieces)
 
     # replies
 

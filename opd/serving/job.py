@@ -216,16 +216,6 @@ class Job:
             if mine is not None and new is not None:
                 mine[where] = new
 
-    def leave_out(self, indices: list[int], code: str, reason: str) -> None:
-        """Answer these rows with an error, before any row was handed out; indices count in scoring order."""
-        assert self.cursor == 0
-        for index in indices:
-            row = self._request_row(index)
-            self.errors[row] = RowError(row, code, f"row {row} {reason}")
-        rows = np.arange(len(self.lengths)) if self._rows is None else self._rows
-        self._select(np.delete(rows, indices))
-        self.missing = len(self.lengths)
-
     def fail_row(self, index: int, code: str, message: str) -> None:
         """Give up on one row; `index` counts in scoring order."""
         row = self._request_row(index)

@@ -116,6 +116,7 @@ class Supervisor:
         self._process: _Process | None = None
         self._started = 0.0
         self._restart_at: float | None = None
+        self._loss: str | None = None  # why the worker was lost, until tick() has told
         self._last_sign = 0.0  # any message
         self._last_progress = 0.0  # of the batch that runs
         self._running = 0  # batches sent and not answered
@@ -136,7 +137,7 @@ class Supervisor:
         logger.info("worker %d starts: %s, %s", self._process.popen.pid, settings.backend, clip(settings.load.model))
 
     def send(self, batch: Batch, now: float) -> None:
-        """Hand a batch to a ready worker."""
+        """Hand a batch to a ready worker; if that is just dying, the batch is lost with it."""
         assert self._process is not None and self.state == "ready"
         deadline = max(piece.job.deadline for piece in batch.pieces)
         rows = [piece.hi - piece.lo for piece in batch.pieces]
@@ -148,7 +149,10 @@ class Supervisor:
         if self._running == 0:
             self._last_progress = now
         self._running += 1
-        self._process.batches.send_multipart(frames, copy=False, flags=zmq.DONTWAIT)
+        try:
+            self._process.batches.send_multipart(frames, copy=False, flags=zmq.DONTWAIT)
+        except zmq.Again:  # nobody at the other end any more; the signal of its death is on its way
+            self.lose("its link was closed", now)
 
     def receive(self, now: float) -> Iterator[tuple[link.Scores, list[zmq.Frame]]]:
         """Read what the worker has sent, and yield the answers to batches.
@@ -163,7 +167,7 @@ class Supervisor:
             try:
                 message: Any = link.decode_from_worker(frames[0].buffer)
             except msgspec.MsgspecError as e:
-                self._lost(f"it sent a message that cannot be read: {e}", now)
+                self.lose(f"it sent a message that cannot be read: {e}", now)
                 return
             match message:
                 case link.Beat():
@@ -195,7 +199,7 @@ class Supervisor:
     def _load_failed(self, message: link.LoadFailed, now: float) -> None:
         if self.info is None:  # a person is waiting for the first start: tell at once
             raise EngineFailed(message.message, config=message.config)
-        self._lost(f"could not load again: {message.message}", now)
+        self.lose(f"could not load again: {message.message}", now)
 
     def tick(self, now: float) -> str | None:
         """Look after the worker; returns why it was lost, if it was.
@@ -206,21 +210,17 @@ class Supervisor:
         if self._process is None:
             if self._restart_at is not None and now >= self._restart_at:
                 self.start(now)
-            return None
-        code = self._process.popen.poll()
-        if code is not None:
-            return self._lost(_why_it_ended(code), now)
-        if self.state != "ready" and now - self._started > self._settings.load_timeout_s:
-            return self._lost(f"loading took longer than {self._settings.load_timeout_s:g} s", now)
-        if self._running and now - self._last_progress > self._settings.worker_timeout_s:
-            return self._lost(f"no progress in a batch for {self._settings.worker_timeout_s:g} s", now)
-        return None
+        elif (code := self._process.popen.poll()) is not None:
+            self.lose(_why_it_ended(code), now)
+        elif self.state != "ready" and now - self._started > self._settings.load_timeout_s:
+            self.lose(f"loading took longer than {self._settings.load_timeout_s:g} s", now)
+        elif self._running and now - self._last_progress > self._settings.worker_timeout_s:
+            self.lose(f"no progress in a batch for {self._settings.worker_timeout_s:g} s", now)
+        reason, self._loss = self._loss, None
+        return reason
 
-    def lose(self, reason: str, now: float) -> str:
-        """Give up on a worker that misbehaves."""
-        return self._lost(reason, now)
-
-    def _lost(self, reason: str, now: float) -> str:
+    def lose(self, reason: str, now: float) -> None:
+        """End a worker that died or misbehaves; tick() passes the reason on."""
         self.stop()
         if self.state == "ready":
             self._losses += 1
@@ -233,8 +233,8 @@ class Supervisor:
         self._restart_at = now + delay
         self.state = "restarting" if self.info is not None else "loading"
         self.detail = clip(f"worker lost: {reason}; starts again in {delay:g} s")
+        self._loss = reason
         logger.warning("worker lost: %s; starts again in %g s", clip(reason), delay)
-        return reason
 
     def wakeup(self) -> float | None:
         """When tick() must be called even if nothing happens."""

@@ -50,6 +50,7 @@ CHAT_TEMPLATE = (
 # EDIT: the models. Heads are 32 wide, so that GPU kernels take them as well.
 TEACHER = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 STUDENT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+INIT_STD = 0.02
 LEARNING_RATE = 2e-3
 ROWS_PER_STEP = 64
 WARMUP_STEPS = 30
@@ -103,6 +104,7 @@ def build_model(shape: dict[str, int], *, seed: int):
         intermediate_size=2 * shape["hidden_size"],
         max_position_embeddings=64,
         tie_word_embeddings=False,
+        initializer_range=INIT_STD,
         bos_token_id=None,
         eos_token_id=VOCAB.index(EOS),
         pad_token_id=VOCAB.index(PAD),
@@ -209,32 +211,6 @@ def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return accuracy
 
 
-# ---- the frame around `prepare`: asked for once, made whole or not at all; the same in every recipe ----
-
-
-def read_prepared(out: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished prepared.json of `out` when it was made from the same inputs and its files are still there."""
-    try:
-        prepared = json.loads((out / "prepared.json").read_text())
-        files = [prepared[key] for key in ("student", "teacher", "train", "val")]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return prepared if prepared.get("inputs") == inputs and all(os.path.exists(file) for file in files) else None
-
-
-def put_in_place(made: Path, out: Path) -> None:
-    """Rename the finished folder to `out`, replacing only what an earlier call of a prepare.py left there."""
-    if out.exists():
-        if any(out.iterdir()) and not (out / "prepared.json").is_file():
-            raise SystemExit(f"{out} holds files that prepare.py did not make; give another --out")
-        old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.old-"))
-        os.rename(out, old / "old")
-        os.rename(made, out)
-        shutil.rmtree(old)
-    else:
-        os.rename(made, out)
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the digits recipe's models and data; cached, about a minute.")
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
@@ -243,6 +219,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student-steps", type=int, default=130, help="optimiser steps of the student; fewer: weaker")
     parser.add_argument("--train-prompts", type=int, default=16384, help="prompts for the on-policy steps")
     parser.add_argument("--val-prompts", type=int, default=512, help="held-out prompts")
+    parser.add_argument("--plan", action="store_true", help="print what prepared.json will name; make nothing")
     args = parser.parse_args(argv)
     for name in ("teacher_steps", "student_steps", "train_prompts", "val_prompts"):
         if getattr(args, name) < 1:
@@ -254,17 +231,65 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def plan_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of prepared.json that is known before anything is made."""
+    out = args.out.resolve()
+    inputs = {name: value for name, value in vars(args).items() if name not in ("out", "plan")}
+    # prepared.json holds absolute paths, so a moved folder is made again
+    inputs |= {"out": str(out), "prepare_py_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    return {
+        "recipe": "digits",
+        "seed": args.seed,
+        "student": str(out / "student"),
+        "teacher": str(out / "teacher"),
+        "train": str(out / "train.parquet"),
+        "val": str(out / "val.parquet"),
+        "inputs": inputs,
+    }
+
+
+# ---- the frame around `prepare`: made whole or not at all; every recipe has its own copy ----
+
+
+def is_up_to_date(plan: dict[str, Any], out: Path) -> bool:
+    """Whether `out` was made from the same inputs and its files are still there."""
+    try:
+        prepared = json.loads((out / "prepared.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(prepared, dict)
+        and prepared.get("inputs") == plan["inputs"]
+        and all(os.path.exists(plan[key]) for key in ("student", "teacher", "train", "val"))
+    )
+
+
+def check_replaceable(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and ((out / "prepared.json").is_file() or not any(out.iterdir()))):
+        raise SystemExit(f"{out} holds files that prepare.py did not make; give another --out")
+
+
+def put_in_place(made: Path, out: Path, *, scratch: Path) -> None:
+    """Rename the finished folder to `out`; an older one leaves through `scratch`."""
+    check_replaceable(out)
+    if out.exists():
+        os.rename(out, scratch / "old")
+    os.rename(made, out)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     out = args.out.resolve()
-    inputs = {name: value for name, value in vars(args).items() if name != "out"}
-    inputs["out"] = str(out)  # prepared.json holds absolute paths, so a moved folder is made again
-    inputs["prepare_py_sha256"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    if read_prepared(out, inputs):
+    plan = plan_of(args)
+    if args.plan:
+        print(json.dumps(plan, indent=2))
+        return
+    if is_up_to_date(plan, out):
         log(f"{out} is up to date, nothing to do")
         return
+    check_replaceable(out)
 
-    started = time.monotonic()
+    started_s = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs for a plain kill, too
     scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.tmp-"))
@@ -272,21 +297,12 @@ def main(argv: list[str] | None = None) -> None:
         made = scratch / "made"
         made.mkdir()
         accuracy = prepare(made, args)
-        prepared = {
-            "recipe": "digits",
-            "seed": args.seed,
-            "student": str(out / "student"),
-            "teacher": str(out / "teacher"),
-            "train": str(out / "train.parquet"),
-            "val": str(out / "val.parquet"),
-            **accuracy,
-            "seconds": round(time.monotonic() - started, 1),
-            "inputs": inputs,
-        }
+        prepared = {**plan, **accuracy, "seconds": round(time.monotonic() - started_s, 1)}
         (made / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
-        put_in_place(made, out)
+        put_in_place(made, out, scratch=scratch)
     except KeyboardInterrupt:
-        raise SystemExit("prepare digits: interrupted, nothing was left behind") from None
+        log("interrupted, nothing was left behind")
+        raise SystemExit(130) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     log(f"wrote {out} in {prepared['seconds']} s")

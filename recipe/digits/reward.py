@@ -1,7 +1,7 @@
 """Reward of the digits recipe: 1 when the response is exactly the answer, else 0.
 
-verl calls `compute_score` for each response, with special tokens already removed, and logs the mean of every key that it
-returns: `val-core/digits/acc/mean@1` is the greedy accuracy. The reward needs all six digits; `digits_right` is a
+verl calls `compute_score` for each response, with special tokens already removed, and logs the mean of every key in
+validation: `val-core/digits/acc/mean@1` is the greedy accuracy. The reward needs all six digits; `digits_right` is a
 gentler measure that is only reported.
 """
 

@@ -1,8 +1,8 @@
 """Reward of the gsm8k recipe: 1 when the response's final number equals the ground truth, however it is dressed.
 
-verl calls `compute_score` for each response and logs the mean of every key. `strict` is verl's own GSM8K score, reported
-beside ours: it gives 0 to many right answers (`\\boxed{18}`, `#### $18`, anything longer than 300 characters after the
-answer), so a reward made of it teaches a format first, and a gain in it need not be a gain in arithmetic.
+verl calls `compute_score` for each response and logs the mean of every key in validation. `strict` is verl's own GSM8K
+score, reported beside ours: it gives 0 to many right answers (`\\boxed{18}`, `#### $18`, an answer with more than 300
+characters after it), so a reward made of it teaches a format first, and its gain need not be a gain in arithmetic.
 
 Which number is the final answer, in order of preference:
 1. the last marker: `#### 18` or `\\boxed{18}`, whichever comes later (a heading such as `#### 1. Add up` is no marker);
@@ -11,11 +11,11 @@ Which number is the final answer, in order of preference:
 With a closed `<think>` block, only what follows it counts. In `#### 3 * 6 = 18` the number after the last `=` counts.
 
 Dress that does not matter: `$ € £ ¥ %`, commas and thin spaces between thousands, a trailing dot, bold, code, LaTeX
-spacing and \\text, signs from Unicode, units. Numbers are compared exactly, as fractions: 18 = 18.00 = 36/2 = \\frac{36}{2}.
+spacing and \\text, signs from Unicode, units. Numbers are compared exactly, as fractions: 18 = 18.00 = \\frac{36}{2}.
 "1.5 million" equals 1500000 and also 1.5, since the question may have asked "how many million".
 
-Not covered: number words ("eighteen"), powers of ten, arithmetic without its result (`#### 3 * 6`), clock times, decimal
-commas. Nothing is evaluated, every pattern is bounded, and the time is linear in the length of the response.
+Not covered: number words ("eighteen"), powers of ten, arithmetic without its result (`#### 3 * 6`), clock times,
+decimal commas. Nothing is evaluated, every pattern is bounded, and time is linear in the length of the response.
 """
 
 from __future__ import annotations
@@ -35,7 +35,19 @@ MAX_MARKERS = 50
 
 _CHARACTERS = str.maketrans(
     {"−": "-", "–": "-", "‐": "-", "‑": "-", "—": " ", "…": " ", "×": "*", "⋅": "*", "·": "*", "÷": "/", "⁄": "/"}
-    | {"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u200b": None, "＝": "=", "＄": "$", "％": "%", "，": ","}
+    | {
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "\u200b": None,
+        "½": " 1/2",
+        "¼": " 1/4",
+        "¾": " 3/4",
+        "＝": "=",
+        "＄": "$",
+        "％": "%",
+        "，": ",",
+    }
 )
 _RULES: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
@@ -130,7 +142,9 @@ _DIRECT = re.compile(  # what may stand between a marker and its number
     r"only|just|thus|therefore|so|then|[a-z](?=\s{0,2}=))\b)*",
     re.IGNORECASE,
 )
-_ANSWER = re.compile(r"\banswers?\b(?P<link>[^\n]{0,60}?(?:\b(?:is|are|was|be|equals?)\b|[:=])|[^\w\n]{0,10}\n)", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"\banswers?\b(?:[^\n]{0,60}?(?:\b(?:is|are|was|be|equals?)\b|[:=])|[^\w\n]{0,10}\n)", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 
 
@@ -198,7 +212,7 @@ def compute_score(
     Raises:
         ValueError: the ground truth is not a number, which is a fault of the data and not of the model.
     """
-    truth = _NUMBER.fullmatch(undress(ground_truth).strip(" %."))
+    truth = _NUMBER.fullmatch(undress(ground_truth).strip().rstrip(" %."))
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth[:80]!r} of a {data_source} row is not a number")
     # EDIT: the rule. `score` trains; `acc` is what is reported as accuracy; every other key is only reported.
