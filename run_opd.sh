@@ -57,14 +57,16 @@ if [ $device = cpu ]; then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}; f
 pids=()
 start() { local log=$1; shift; setsid "$@" >>"$log" 2>&1 </dev/null & pids+=($!); }
 alive() { kill -0 "$1" 2>/dev/null; }
+any_left() { local pid; for pid in "${pids[@]}"; do kill -0 -- "-$pid" 2>/dev/null && return 0; done; return 1; }
 stop_all() {
-    local pid
-    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-    for _ in $(seq 50); do
-        for pid in "${pids[@]}"; do kill -0 -- "-$pid" 2>/dev/null && { sleep 0.1; continue 2; }; done
-        break
+    local signal pid
+    # INT first: Ray replaces Python's handler of TERM by one that aborts, and its own processes would be killed late
+    for signal in INT TERM KILL; do
+        any_left || break
+        for pid in "${pids[@]}"; do kill "-$signal" -- "-$pid" 2>/dev/null || true; done
+        for _ in $(seq 40); do any_left || break; sleep 0.1; done
     done
-    for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+    { wait "${pids[@]}" || true; } 2>/dev/null  # bash would report how each of them ended
     pids=()
 }
 trap stop_all EXIT

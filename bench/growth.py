@@ -1,6 +1,6 @@
 """How the cost of scoring grows: from 8 rows of 128 tokens to 64 times the rows, and to 16 times the length.
 
-A random Llama (13M parameters in linear layers) with transformers behind opd.teacher_server, asked by TeacherClient.
+A random Llama (6M parameters in linear layers) with transformers behind opd.teacher_server, asked by TeacherClient.
 Half of each row is prompt, and no two rows share one. Counted are the FLOPs that cannot be left out: linear layers on
 all tokens, causal attention, and the head on the scored rows. `worst_batch` and `worst_length` are the largest over
 the smallest time per counted FLOP along each series; 1 would be exactly proportional. Medians; rounds interleave all
@@ -35,7 +35,7 @@ from instant_scorer import VOCAB as TABLE_VOCAB
 
 from opd.client import TeacherClient
 
-VOCAB, HIDDEN, LAYERS = 4000, 512, 4
+VOCAB, HIDDEN, LAYERS = 4000, 512, 2
 INTERMEDIATE = HIDDEN * 11 // 4
 ROWS, LENGTH, TOPK = 8, 128, 64
 BATCHES = [(ROWS * factor, LENGTH) for factor in (1, 4, 16, 64)]

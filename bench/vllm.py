@@ -80,7 +80,10 @@ def run_stock(llm: Any, rows: list[Any]) -> np.ndarray:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     values = [
-        [entry[token].logprob for entry, token in zip(output.prompt_logprobs[PROMPT:], row.ids[PROMPT:].tolist(), strict=True)]
+        [
+            entry[token].logprob
+            for entry, token in zip(output.prompt_logprobs[PROMPT:], row.ids[PROMPT:].tolist(), strict=True)
+        ]
         for row, output in zip(rows, outputs, strict=True)
     ]
     return np.array(values)

@@ -1,7 +1,7 @@
 """The `teacher` block of the configuration, and what is refused before anything starts.
 
-The block is typed: an unknown key or a value of the wrong type fails while Hydra composes. Everything else is verl's own
-configuration under verl's own names; `check` looks only at what would make on-policy distillation silently do nothing.
+The block is typed: an unknown key or a value of the wrong type fails while Hydra composes. Everything else is
+verl's own configuration under verl's own names; `check` looks only at what would make the teacher silently do nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def check(config: DictConfig) -> None:
     kl_type = actor.kl_loss_type
     if kl_type in ("kl", "k1"):
         raise ConfigError(
-            f"kl_loss_type={kl_type} cannot be used as a loss: its gradient does not depend on the teacher at all, it only "
-            "lowers the student's own log-probs. Use KL_TYPE=k3+ (value of k3, gradient of the reverse KL)"
+            f"kl_loss_type={kl_type} cannot be used as a loss: its gradient does not depend on the teacher at all, it "
+            "only lowers the student's own log-probs. Use KL_TYPE=k3+ (value of k3, gradient of the reverse KL)"
         )
     if kl_type not in KL_TYPES:
         raise ConfigError(f"kl_loss_type={kl_type} is unknown; use one of {', '.join(KL_TYPES)} (k3+ is the default)")
@@ -87,6 +87,6 @@ def check_verl() -> None:
         RayPPOTrainer.fit
     ):
         raise ConfigError(
-            f"verl {verl.__version__} does not call RayPPOTrainer._compute_ref_log_prob, which is where the teacher's values "
-            "enter: it would train without a teacher and say nothing. Install the version in requirements.txt"
+            f"verl {verl.__version__} does not call RayPPOTrainer._compute_ref_log_prob, which is where the teacher's "
+            "values enter: it would train without a teacher and say nothing. Install the version in requirements.txt"
         )

@@ -1,4 +1,4 @@
-"""Measure students against the task and the teacher: `python -m opd.evaluate --config RUN_DIR/config.yaml --models DIR`.
+"""Measure students against the task and the teacher: `python -m opd.evaluate --config FILE --models DIR --out FILE`.
 
 Per model, on held-out prompts: greedy accuracy by the recipe's own reward, and the reverse KL to the teacher on
 responses that this very model samples at temperature 1 (on-policy). Writes one JSON list, one object per model.
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opd import kl
@@ -30,6 +30,7 @@ from opd.config import addresses
 from opd.errors import ConfigError, OPDError
 
 logger = logging.getLogger(__name__)
+Sampled = tuple[list[int], list[int]]  # prompt ids, response ids
 
 
 def load_reward(path: Path, name: str) -> Callable[..., Any]:
@@ -45,7 +46,7 @@ def load_reward(path: Path, name: str) -> Callable[..., Any]:
 class Evaluation:
     """Held-out rows, their reward and the teacher, ready for one model after the other."""
 
-    def __init__(self, args: argparse.Namespace, config: DictConfig, teacher: TeacherClient):
+    def __init__(self, args: argparse.Namespace, config: Any, teacher: TeacherClient):
         self.args = args
         self.teacher = teacher
         self.timeout_s = config.teacher.timeout_s
@@ -53,7 +54,7 @@ class Evaluation:
         self.reward = load_reward(Path(reward.path), reward.name)
         self.rows = pd.read_parquet(config.data.val_files).to_dict("records")[: args.limit]
         self.max_response_length = config.data.max_response_length
-        self.template_kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
+        self.template_kwargs: dict[str, Any] = dict(config.data.apply_chat_template_kwargs)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def measure(self, folder: str) -> dict[str, Any]:
@@ -61,7 +62,8 @@ class Evaluation:
         start_s = time.monotonic()
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self.device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = model.to(self.device).eval()
         greedy = self._generate(model, tokenizer, self.rows, do_sample=False)
         accuracy = np.mean([self._score(tokenizer, row, ids) for row, (_, ids) in zip(self.rows, greedy, strict=True)])
         torch.manual_seed(self.args.seed)
@@ -81,9 +83,11 @@ class Evaluation:
         return result
 
     @torch.inference_mode()
-    def _generate(self, model: Any, tokenizer: Any, rows: list[dict], **kwargs: Any) -> list[tuple[list[int], list[int]]]:
+    def _generate(
+        self, model: Any, tokenizer: Any, rows: list[dict], **kwargs: Any
+    ) -> list[tuple[list[int], list[int]]]:
         """(prompt ids, response ids with the EOS if there is one) per row."""
-        out: list[tuple[list[int], list[int]]] = []
+        out: list[Sampled] = []
         eos = model.generation_config.eos_token_id
         stops = {eos} if isinstance(eos, int) else set(eos or [])
         if kwargs["do_sample"]:
@@ -124,10 +128,11 @@ class Evaluation:
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row.get("extra_info"),
         )
-        return float(answer.get("acc", answer["score"]) if isinstance(answer, dict) else answer)
+        value: Any = answer.get("acc", answer["score"]) if isinstance(answer, dict) else answer
+        return float(value)
 
     @torch.inference_mode()
-    def _log_probs(self, model: Any, sampled: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    def _log_probs(self, model: Any, sampled: list[Sampled]) -> tuple[np.ndarray, np.ndarray]:
         """The student's and the teacher's log-probs of all sampled response tokens."""
         rows = [np.array(prompt + response, dtype=np.int32) for prompt, response in sampled]
         starts = [len(prompt) for prompt, _ in sampled]
@@ -143,15 +148,18 @@ class Evaluation:
             logits_BSV = model(input_ids=ids).logits[:, :-1].float()
             logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu().numpy()
             # column i - 1 holds log p(ids[i] | ids[:i])
-            student += [logprobs_BS[i, start - 1 : len(row) - 1] for i, (row, start) in enumerate(zip(batch, from_))]
-        return np.concatenate(student), np.concatenate(teacher)
+            student += [
+                logprobs_BS[i, start - 1 : len(row) - 1]
+                for i, (row, start) in enumerate(zip(batch, from_, strict=True))
+            ]
+        return np.concatenate(student), np.concatenate([values for values in teacher if values is not None])
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m opd.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, required=True, help="config.yaml of a run: data, reward, teacher, lengths")
+    parser.add_argument("--config", type=Path, required=True, help="config.yaml of a run: data, reward, teacher")
     parser.add_argument("--models", nargs="+", required=True, metavar="DIR", help="students, as Hugging Face folders")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON list, one object per model")
     parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt, for the KL (default 4)")

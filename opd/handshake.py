@@ -64,12 +64,12 @@ def check_teacher(teacher: ModelInfo, student: Student) -> None:
     top_id = max(student.tokenizer.get_vocab().values())
     if teacher.vocab_size <= top_id:
         raise TeacherMismatch(
-            f"the teacher {teacher.name!r} scores ids below {teacher.vocab_size}, but the student's tokenizer goes up to "
-            f"{top_id}: those tokens would have no value. Use a teacher with the whole vocabulary"
+            f"the teacher {teacher.name!r} scores ids below {teacher.vocab_size}, but the student's tokenizer goes "
+            f"up to {top_id}: those tokens would have no value. Use a teacher with the whole vocabulary"
         )
     if teacher.vocab_size < student.vocab_size:
         logger.warning(
-            "the student's head has %d rows, the teacher's %d; ids from %d on are padding that no tokenizer entry uses: "
+            "the student's head has %d rows, the teacher's %d; ids from %d on are padding that no token uses: "
             "a response that samples one has no teacher value and is treated as teacher.on_row_error says",
             student.vocab_size,
             teacher.vocab_size,
@@ -83,8 +83,8 @@ def check_teacher(teacher: ModelInfo, student: Student) -> None:
         )
     if student.temperature != 1.0 and not teacher.temperature:
         raise ConfigError(
-            f"rollout.temperature is {student.temperature}, but the backend {teacher.backend!r} of the teacher scores at "
-            "1.0 only: the KL of a model with itself would not be 0. Use temperature 1.0, or --backend hf"
+            f"rollout.temperature is {student.temperature}, but the backend {teacher.backend!r} of the teacher scores "
+            "at 1.0 only: the KL of a model with itself would not be 0. Use temperature 1.0, or --backend hf"
         )
     if set(teacher.eos_ids) != set(student.eos_ids):
         logger.warning(

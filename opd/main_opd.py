@@ -37,12 +37,12 @@ def compose(recipe: Path, overrides: list[str], *, cpu: bool) -> DictConfig:
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
-    from opd.cpu.settings import OVERRIDES
+    from opd.cpu.settings import OVERRIDES, OVERRIDES_V0
 
     ConfigStore.instance().store(group="teacher", name="base", node=TeacherConfig)
     try:
         with initialize_config_dir(str(recipe.resolve()), version_base=None):
-            return hydra_compose("config", [*(OVERRIDES if cpu else []), *overrides])
+            return hydra_compose("config", [*(OVERRIDES + OVERRIDES_V0 if cpu else []), *overrides])
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(f"configuration of {recipe}: {_root_message(e)}")
 
@@ -66,14 +66,16 @@ def make_task_runner(*, cpu: bool) -> Any:
             from verl.single_controller.ray import RayWorkerGroup
             from verl.trainer.ppo.ray_trainer import Role
 
-            if cpu:
-                from opd.cpu.worker import CpuWorker as Worker
-            else:
-                from opd.worker import OPDWorker as Worker
+            from opd.worker import OPDWorker
 
-            self.role_worker_mapping[Role.ActorRollout] = ray.remote(Worker)
+            worker: type[OPDWorker] = OPDWorker
+            if cpu:
+                from opd.cpu.worker import CpuWorker
+
+                worker = CpuWorker
+            self.role_worker_mapping[Role.ActorRollout] = ray.remote(worker)
             self.mapping[Role.ActorRollout] = "global_pool"
-            return Worker, RayWorkerGroup
+            return worker, RayWorkerGroup
 
         def run(self, config: DictConfig) -> None:
             from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic
@@ -179,7 +181,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU if there is one"
     )
     parser.add_argument(
-        "--run-dir", type=Path, help="where config.yaml, metrics.jsonl and checkpoints/ go; needed unless --print-config"
+        "--run-dir",
+        type=Path,
+        help="where config.yaml, metrics.jsonl and checkpoints/ go",
     )
     parser.add_argument("--print-config", action="store_true", help="print the composed configuration, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of verl's configuration")
@@ -192,11 +196,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    # SIGTERM ends the run as Ctrl-C does: through `finally`, so that Ray's processes are stopped
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Both end the run through `finally`, so that Ray's processes are stopped. SIGINT too has to be set: a shell starts
+    # background processes with it ignored. Once Ray runs, it answers SIGTERM itself, by aborting.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         if not (args.recipe / "config.yaml").is_file():
-            raise ConfigError(f"no recipe in {str(args.recipe)!r}: it has no config.yaml; name a folder like recipe/digits")
+            raise ConfigError(f"no recipe in {str(args.recipe)!r}: it has no config.yaml; try recipe/digits")
         cpu = args.device == "cpu" or (args.device == "auto" and not has_accelerator())
         if cpu:
             import opd.cpu  # noqa: F401  registers the platform, before verl is imported

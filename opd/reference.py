@@ -101,5 +101,6 @@ class TeacherReference:
             first = row_errors[0]
             raise TeacherError(
                 f"{len(row_errors)} of {num_rows} rows have no teacher value, more than "
-                f"teacher.max_neutral_fraction={limit} allows; the first is row {first.row}: {first.message} [{first.code}]"
+                f"teacher.max_neutral_fraction={limit} allows; "
+                f"the first is row {first.row}: {first.message} [{first.code}]"
             )

@@ -128,18 +128,18 @@ class Pool:
 
     def _on(self, event: Event) -> None:
         if event.kind == "wrong":
-            raise ConfigError(f"replica {event.index}: {event.text}")
+            raise ConfigError(f"replica {event.replica}: {event.text}")
         if event.kind == "lost":
-            logger.warning("replica %d is lost: %s", event.index, event.text)
+            logger.warning("replica %d is lost: %s", event.replica, event.text)
             return
         if self._model not in ("", event.model):
             raise ConfigError(
-                f"replica {event.index} at {event.text} serves another model or tokenizer than the others: "
+                f"replica {event.replica} at {event.text} serves another model or tokenizer than the others: "
                 "the folder has to hold the same files on every node"
             )
         self._model = event.model
-        self._addresses[event.index] = event.text
-        logger.info("replica %d is ready at %s", event.index, event.text)
+        self._addresses[event.replica] = event.text
+        logger.info("replica %d is ready at %s", event.replica, event.text)
         if len(self._addresses) == len(self._replicas):
             self._publish(",".join(self._addresses[index] for index in sorted(self._addresses)))
 

@@ -34,7 +34,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, default=argparse.SUPPRESS, help="model folder, or oracle:seed=1,vocab=1000")
-    add("--backend", default="hf", help="hf (transformers), oracle (computed values, for tests), or your own module")
+    add(
+        "--backend",
+        default="hf",
+        help="hf (transformers), vllm, http (a vLLM or SGLang server), oracle (for tests), or your own module",
+    )
     add("--bind", default=DEFAULT_BIND, help="address to serve on; port 0 takes a free one")
     add("--insecure", action="store_true", help="allow an address that others can reach: no keys, no encryption")
     add("--dtype", default="auto", choices=DTYPES, help="auto: as the model was saved")
@@ -42,6 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-len", type=_positive, default=None, help="most ids in one row; None: what the model's config allows")
     add("--max-tokens", type=_positive, default=16_384, help="ids in one batch; bounds the worker's memory")
     add("--max-topk", type=int, default=256, help="most ids per position in a top-k request")
+    add("--tensor-parallel-size", type=_positive, default=1, help="vllm: GPUs that hold the model together")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="vllm: share of each GPU's memory to take")
+    add("--url", help="http: address of the vLLM or SGLang server; --model is its name for the model")
+    add(
+        "--tokenizer", help="http: folder with the tokenizer and config.json, where the server's is not on this machine"
+    )
+    add("--api-key-env", metavar="NAME", help="http: environment variable that holds the server's key")
     limits = Limits()
     add("--max-request-bytes", type=_positive, default=limits.max_request_bytes, help="larger requests are refused")
     add("--max-reply-bytes", type=_positive, default=limits.max_reply_bytes, help="larger replies are refused at once")
@@ -81,6 +92,11 @@ def options_from(args: argparse.Namespace) -> Options:
         max_length=args.max_len,
         max_tokens=args.max_tokens,
         max_topk=args.max_topk,
+        tensor_parallel_size=args.tensor_parallel_size,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        url=args.url,
+        tokenizer=args.tokenizer,
+        api_key_env=args.api_key_env,
     )
     worker = Settings(
         backend=args.backend,

@@ -1,7 +1,7 @@
 """On-policy distillation on verl's PPO trainer, in one overridden method.
 
 The student samples responses; a teacher says how probable it finds each of the very tokens that the student chose. verl
-keeps a frozen reference policy for the same purpose and already trains `loss = policy loss + kl_loss_coef * KL(student ||
+keeps a frozen reference policy for the same purpose, and already trains `policy loss + kl_loss_coef * KL(student ||
 reference)`. So the teacher's log-probs go where the reference's would be, as `ref_log_prob`, and nothing else changes:
 rollout, reward, advantage, the loss and its coefficient are verl's own.
 

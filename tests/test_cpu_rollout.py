@@ -187,6 +187,41 @@ def test_server_batches_what_waits_and_reproduces(model, monkeypatch):
         assert len(output.token_ids) <= 6
 
 
+def test_one_call_for_many_rows_gives_what_many_calls_give(model):
+    """The agent loops' client sends the rows that wait in one call."""
+
+    async def main(many: bool):
+        server = _server(model)
+        await server.load_weights(_arrays(model), global_steps=0, is_last=True)
+        rows = [
+            {"prompt_ids": p, "sampling_params": dict(PARAMS), "request_id": f"det-{i}"} for i, p in enumerate(PROMPTS)
+        ]
+        if many:
+            return await server.generate_many(rows)
+        return await asyncio.gather(*[server.generate(**row) for row in rows])
+
+    assert [o.token_ids for o in asyncio.run(main(True))] == [o.token_ids for o in asyncio.run(main(False))]
+
+
+def test_no_batch_is_larger_than_max_num_seqs(model, monkeypatch):
+    """The rest waits for its turn."""
+    sizes: list[int] = []
+
+    def counting(model, requests, eos_ids):
+        sizes.append(len(requests))
+        return generate(model, requests, eos_ids)
+
+    monkeypatch.setattr("opd.cpu.server.generate", counting)
+
+    async def main():
+        server = _server(model, max_num_seqs=4)
+        await server.load_weights(_arrays(model), global_steps=0, is_last=True)
+        await asyncio.gather(*[server.generate([1, 5], dict(PARAMS), f"det-{i}") for i in range(10)])
+
+    asyncio.run(main())
+    assert sizes == [4, 4, 2]
+
+
 def test_a_greedy_validation_does_not_move_the_training_samples(model):
     """Greedy requests draw nothing, so they leave the counters alone."""
 

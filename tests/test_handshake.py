@@ -60,7 +60,7 @@ def test_a_student_with_more_padding_passes_with_a_warning(caplog):
 
 
 def test_a_teacher_without_all_tokens_is_refused():
-    with pytest.raises(TeacherMismatch, match="below 7.* up to 7"):
+    with pytest.raises(TeacherMismatch, match=r"below 7.* up to 7"):
         check_teacher(teacher(vocab_size=7), student())
 
 
@@ -79,7 +79,7 @@ def test_prompt_plus_response_has_to_fit(length, fits):
     if fits:
         check_teacher(teacher(max_length=length), student())
         return
-    with pytest.raises(TeacherMismatch, match="takes 63 tokens.*may have 64"):
+    with pytest.raises(TeacherMismatch, match=r"takes 63 tokens.*may have 64"):
         check_teacher(teacher(max_length=length), student())
 
 

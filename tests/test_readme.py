@@ -52,7 +52,11 @@ def test_the_table_of_the_teacher_block_has_its_keys_and_defaults():
 
 def test_every_flag_of_the_teacher_server_is_in_its_help():
     shown = subprocess.run(
-        [sys.executable, "-m", "opd.teacher_server", "--help"], capture_output=True, text=True, env=CHILD_ENV, timeout=60
+        [sys.executable, "-m", "opd.teacher_server", "--help"],
+        capture_output=True,
+        text=True,
+        env=CHILD_ENV,
+        timeout=60,
     ).stdout
     flags = set(re.findall(r"(--[a-z][\w-]+)", section("The teacher"))) | {"--max-len"}
     assert flags - {"--help"}
@@ -74,7 +78,9 @@ def test_every_logged_name_is_a_metric():
     assert names == set(re.findall(r'"opd/(\w+)"', code))
 
 
-@pytest.mark.parametrize("path", ["README.md", "CHANGELOG.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("recipe/*/README.md"))])
+@pytest.mark.parametrize(
+    "path", ["README.md", "CHANGELOG.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("recipe/*/README.md"))]
+)
 def test_no_placeholder_is_left(path):
     assert not re.search(r"@@|<measured|TODO", (ROOT / path).read_text())
 

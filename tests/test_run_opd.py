@@ -13,7 +13,18 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 
-KNOBS = ("KL_COEF", "KL_TYPE", "RECIPE", "STUDENT", "TEACHER", "TEACHER_ADDR", "STEPS", "SEED", "RUN_DIR", "TEACHER_ARGS")
+KNOBS = (
+    "KL_COEF",
+    "KL_TYPE",
+    "RECIPE",
+    "STUDENT",
+    "TEACHER",
+    "TEACHER_ADDR",
+    "STEPS",
+    "SEED",
+    "RUN_DIR",
+    "TEACHER_ARGS",
+)
 SMALL = ["data.train_batch_size=8", "data.val_max_samples=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
 
 
@@ -28,9 +39,18 @@ def environment(**knobs: object) -> dict[str, str]:
     return clean | {"TEACHER_PORT": free_port(), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in knobs.items()}
 
 
+def has_text(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 def run(*args: str, timeout_s: float = 60, **knobs: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", "run_opd.sh", *args], cwd=ROOT, env=environment(**knobs), capture_output=True, text=True, timeout=timeout_s
+        ["bash", "run_opd.sh", *args],
+        cwd=ROOT,
+        env=environment(**knobs),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
 
 
@@ -48,13 +68,20 @@ def copied_recipe(tmp_path_factory):
 
 
 def test_a_copied_recipe_runs_from_start_to_end(copied_recipe, tmp_path):
-    done = run(*SMALL, timeout_s=600, RECIPE=copied_recipe, STEPS=2, RUN_DIR=tmp_path / "run", KL_COEF=0.5, KL_TYPE="k2")
+    done = run(
+        *SMALL, timeout_s=600, RECIPE=copied_recipe, STEPS=2, RUN_DIR=tmp_path / "run", KL_COEF=0.5, KL_TYPE="k2"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1])
     keys = "recipe kl_coef kl_type steps accuracy_before accuracy_after teacher_accuracy kl_before kl_after seconds"
     assert set(result) == {*keys.split(), "checkpoint", "run_dir"}
-    assert (result["recipe"], result["kl_coef"], result["kl_type"], result["steps"]) == (copied_recipe.name, 0.5, "k2", 2)
+    assert (result["recipe"], result["kl_coef"], result["kl_type"], result["steps"]) == (
+        copied_recipe.name,
+        0.5,
+        "k2",
+        2,
+    )
     assert 0 <= result["accuracy_before"] <= 1 and result["kl_before"] > 0
     assert (Path(result["checkpoint"]) / "model.safetensors").is_file()
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
@@ -75,7 +102,9 @@ def test_ctrl_c_ends_everything_within_seconds(copied_recipe, tmp_path):
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.stat().st_size or script.poll() is not None, 400, "the training")
+        wait_until(
+            lambda: (metrics.exists() and metrics.stat().st_size) or script.poll() is not None, 400, "the training"
+        )
         assert script.poll() is None
         started = psutil.Process(script.pid).children(recursive=True)
         assert len(started) > 5  # teacher, worker, trainer and Ray's processes
@@ -100,7 +129,9 @@ def test_a_teacher_that_dies_in_mid_run_ends_the_run_and_leaves_nothing(copied_r
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.stat().st_size or script.poll() is not None, 400, "the training")
+        wait_until(
+            lambda: (metrics.exists() and metrics.stat().st_size) or script.poll() is not None, 400, "the training"
+        )
         started = psutil.Process(script.pid).children(recursive=True)
         next(p for p in started if "opd.teacher_server" in p.cmdline()).kill()
         _, stderr = script.communicate(timeout=60)

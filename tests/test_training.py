@@ -29,7 +29,9 @@ def prepared(tmp_path_factory) -> dict:
 def teachers(prepared, tmp_path_factory):
     """Two real teachers: the trained one, and the student itself."""
     folder = tmp_path_factory.mktemp("teachers")
-    servers = {name: ServerProcess(folder / f"{name}.log", "--model", prepared[name]) for name in ("teacher", "student")}
+    servers = {
+        name: ServerProcess(folder / f"{name}.log", "--model", prepared[name]) for name in ("teacher", "student")
+    }
     yield {name: server.wait_ready() for name, server in servers.items()}
     for server in servers.values():
         server.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
@@ -99,17 +100,20 @@ def test_the_fsdp_engine_takes_its_precision_from_mixed_precision():
 def test_the_worker_can_make_the_process_group_first():
     """verl's initialiser takes a backend and leaves a group that exists alone."""
     from verl.utils.distributed import initialize_global_process_group_ray
+    from verl.workers.engine_workers import ActorRolloutRefWorker
 
     _assert_takes(initialize_global_process_group_ray, "backend")
     assert "is_initialized()" in inspect.getsource(initialize_global_process_group_ray)
-    _assert_takes(worker.ActorRolloutRefWorker.__init__, "config", "role", "distillation_config")
+    _assert_takes(ActorRolloutRefWorker.__init__, "config", "role", "distillation_config")
     with pytest.raises(ValueError, match="ref_in_actor"):
         worker.CpuWorker(config=None, role="actor_rollout_ref")
 
 
 def test_the_worker_syncs_weights_through_the_rollout():
     """`naive` weight sync hands named tensors to rollout.update_weights with these keywords."""
-    source = inspect.getsource(worker.ActorRolloutRefWorker.update_weights)
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    source = inspect.getsource(ActorRolloutRefWorker.update_weights)
     for words in ("self.rollout.update_weights(", "peft_config=peft_config", "global_steps=global_steps"):
         assert words in source, f"verl's worker.update_weights no longer has {words!r}"
 
@@ -180,6 +184,30 @@ def test_agent_loops_are_built_from_these_arguments():
     assert set(_agent_loop_registry["single_turn_agent"]) == {"_target_"}
     manager = inspect.getsource(agent_loop.AgentLoopManager.__init__)
     assert 'hasattr(self, "agent_loop_workers_class")' in manager
+
+
+def test_agent_loop_workers_keep_their_client_and_reward_workers_in_these_attributes():
+    """CpuAgentLoopWorker puts its own into the same places."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
+
+    built = inspect.getsource(AgentLoopWorker.__init__)
+    assert "self.llm_client = llm_client" in built
+    assert "self.reward_loop_worker_handles = reward_loop_worker_handles" in built
+    scored = inspect.getsource(AgentLoopWorker._compute_score)
+    assert "random.choice(self.reward_loop_worker_handles)" in scored and ".compute_score.remote(data)" in scored
+    _assert_takes(RewardLoopWorker.__init__, "config", "reward_router_address")
+    _assert_takes(RewardLoopWorker.compute_score, "data")
+    assert "range(num_workers)" in inspect.getsource(RewardLoopManager._init_reward_loop_workers)  # 0 is allowed
+
+
+def test_our_client_answers_what_agent_loops_call():
+    """The single-turn loop sends these keywords, and reads nothing of the client but `generate`."""
+    from verl.experimental.agent_loop import single_turn_agent_loop, tool_agent_loop
+
+    for module in (single_turn_agent_loop, tool_agent_loop):
+        used = set(re.findall(r"server_manager\.(\w+)", inspect.getsource(module)))
+        assert used == {"generate"}, f"{module.__name__} uses {sorted(used)} of its client"
 
 
 # Settings

@@ -52,7 +52,7 @@ class Plan:
 class Event(NamedTuple):
     """What the pool has to know."""
 
-    index: int
+    replica: int
     kind: str  # ready, lost, wrong
     text: str  # address, or what happened
     model: str = ""  # its fingerprint
@@ -108,11 +108,8 @@ class Replica(threading.Thread):
         """One life of the replica, from its actor to its end; always leaves by an exception."""
         plan = self._plan
         where = PlacementGroupSchedulingStrategy(plan.group, placement_group_bundle_index=self.index)
-        actor = (
-            ray.remote(Host)
-            .options(num_cpus=plan.size.cpus, num_gpus=plan.size.gpus, scheduling_strategy=where)
-            .remote()
-        )
+        host: Any = ray.remote(Host)
+        actor: Any = host.options(num_cpus=plan.size.cpus, num_gpus=plan.size.gpus, scheduling_strategy=where).remote()
         try:
             place = self._ask(actor.place.remote(), None, "room on a node")
             try:

@@ -109,14 +109,15 @@ class HFScorer:
     def _shared(
         self, part: Shared, rows: Sequence[Row], results: dict[int, Any]
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        for prompts, last, cache in self._halving(part.prompts, lambda some: self._prompts(some, rows), rows, results):
+        failed: dict[int, RowError] = {}  # prompts; apart from `results`, where the same index is a row
+        for prompts, last, cache in self._halving(part.prompts, lambda some: self._prompts(some, rows), rows, failed):
             which = {prompt: g for g, prompt in enumerate(prompts)}
             run = partial(self._responses, part=part, which=which, last=last, cache=cache, rows=rows)
             for batch in part.batches:
                 yield from self._halving([i for i in batch if part.prompt_of[i] in which], run, rows, results)
         for index, prompt in part.prompt_of.items():
-            if index not in results and isinstance(results.get(prompt), RowError):
-                results[index] = results[prompt]._replace(row=index)
+            if prompt in failed:
+                results[index] = failed[prompt]._replace(row=index)
 
     def _prompts(self, prompts: list[int], rows: Sequence[Row]) -> tuple[list[int], torch.Tensor, Cache]:
         """The last hidden state [G, H] of each prompt and their keys and values."""

@@ -6,7 +6,7 @@ answers. Rows that share a prompt are sent one behind the other, so that it is c
 Start-up holds the values against vLLM's plain `prompt_logprobs` and refuses to serve when they differ. What cannot be
 read is asked again without the prefix cache, and never filled. A dead engine ends the process with exit code 70.
 
-Not covered: temperatures other than 1 (vLLM does not apply one to a prompt), adapters, models with other inputs than ids.
+Not covered: temperatures other than 1 (vLLM applies none to a prompt), adapters, models with other inputs than ids.
 
 Shapes: L = ids in a row, N = scored positions, K = topk.
 """
@@ -60,7 +60,8 @@ class VLLMScorer:
         """See Scorer.score; a temperature other than 1 is an error of every row."""
         if temperature != 1.0:
             return [
-                RowError(i, "temperature", f"vLLM scores at temperature 1 only, not {temperature:g}") for i in range(len(rows))
+                RowError(i, "temperature", f"vLLM scores at temperature 1 only, not {temperature:g}")
+                for i in range(len(rows))
             ]
         results: dict[int, RowScores | RowError] = {}
         first: dict[tuple[int, bytes], int] = {}
@@ -133,7 +134,9 @@ class VLLMScorer:
 
 def _nothing(topk: int) -> RowScores:
     values = np.zeros(0, np.float32)
-    return RowScores(values, np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32)) if topk else RowScores(values)
+    return (
+        RowScores(values, np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32)) if topk else RowScores(values)
+    )
 
 
 def _checked(index: int, start: int, scores: RowScores) -> RowScores | RowError:
@@ -178,14 +181,18 @@ def _folder(model: str) -> str:
     if os.path.isfile(os.path.join(model, "config.json")):
         return model
     if os.path.isdir(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model {model!r}: no folder with a config.json; give one written by save_pretrained, or a hub name")
+        raise ConfigError(
+            f"model {model!r}: no folder with a config.json; give one written by save_pretrained, or a hub name"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         # No .bin files: they are pickles. No .py files: code that came with weights is not run.
         return str(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
     except Exception as e:  # no such name, no network, no access: the hub's client has a class for each
-        raise ConfigError(f"model {model!r} cannot be fetched: {type(e).__name__}: {clip(str(e))}; give a folder") from e
+        raise ConfigError(
+            f"model {model!r} cannot be fetched: {type(e).__name__}: {clip(str(e))}; give a folder"
+        ) from e
 
 
 def _describe(folder: str) -> tuple[Any, Any]:
@@ -217,6 +224,7 @@ def _max_length(options: LoadOptions, config: Any) -> int:
     wanted = longest if options.max_length is None else options.max_length
     if not 1 <= wanted <= longest:
         raise ConfigError(
-            f"max_length {wanted} is outside [1, {longest}]: the model has {positions} positions, and vLLM needs one of them"
+            f"max_length {wanted} is outside [1, {longest}]: the model has {positions} positions, and vLLM needs "
+            f"one of them"
         )
     return int(wanted)

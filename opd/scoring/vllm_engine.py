@@ -68,9 +68,8 @@ def start_engine(options: LoadOptions, max_length: int) -> Any:
         return vllm.LLM(**arguments)
     except Exception as e:  # vLLM has no common base for what can be wrong with a model or a setting
         raise ConfigError(
-            f"vLLM {vllm.__version__} cannot load {options.model!r}: {type(e).__name__}: {clip(str(e))}; on a GPU a smaller "
-            f"--max-len or another --gpu-memory-utilization may help, on a CPU VLLM_CPU_KVCACHE_SPACE (GiB, now "
-            f"{os.environ['VLLM_CPU_KVCACHE_SPACE']})"
+            f"vLLM {vllm.__version__} cannot load {options.model!r}: {type(e).__name__}: {clip(str(e))[:200]}; where "
+            f"memory is short, lower --max-len, or change --gpu-memory-utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE"
         ) from e
 
 
@@ -109,7 +108,10 @@ def engine_arguments(options: LoadOptions, max_length: int, *, cpu: bool) -> dic
         "seed": 0,
     }
     if cpu:
-        return arguments | {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True}  # compiling takes 45 s and gains nothing
+        return arguments | {
+            "block_size": CPU_BLOCK_SIZE,
+            "enforce_eager": True,
+        }  # compiling takes 45 s and gains nothing
     arguments["tensor_parallel_size"] = options.tensor_parallel_size
     arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments
@@ -135,11 +137,13 @@ def check_names(vllm: Any) -> None:
         missing.append("v1.core.sched.async_scheduler.AsyncScheduler")
     source = inspect.getsource(KVCacheManager)
     missing += [f"KVCacheManager.{name}" for name in ("get_computed_blocks",) if not hasattr(KVCacheManager, name)]
-    missing += [f"{name} in KVCacheManager" for name in ("self.coordinator.find_longest_cache_hit(",) if name not in source]
+    missing += [
+        f"{name} in KVCacheManager" for name in ("self.coordinator.find_longest_cache_hit(",) if name not in source
+    ]
     if "num_cached_tokens" not in inspect.signature(vllm.RequestOutput.__init__).parameters:
         missing.append("RequestOutput.num_cached_tokens")
     if missing:
         raise ConfigError(
-            f"vLLM {vllm.__version__} lacks {', '.join(missing)}; this backend knows 0.24 to 0.33. Install one of them, or "
-            f"use --backend http with a server of that version"
+            f"vLLM {vllm.__version__} lacks {', '.join(missing)}; this backend knows 0.24 to 0.33. Install one of "
+            f"them, or use --backend http with a server of that version"
         )

@@ -1,9 +1,9 @@
 """The ways to get log-probs of given ids out of vLLM, and the check that the one in use gives the right ones.
 
-TokenIds    SamplingParams(prompt_logprob_token_ids, prompt_logprob_start): vLLM's own scoring of given ids, on the V2 model
-            runner (0.32 and newer on a GPU). Not run here: written from the sources of 0.32 and 0.33.
-PromptRows  SamplingParams(prompt_logprobs), everywhere else and for the teacher's own top-k. Where the V1 model runner is
-            used (on a CPU, and up to 0.28 for most models), vllm_rows.py makes it compute the response's rows only.
+TokenIds    SamplingParams(prompt_logprob_token_ids, prompt_logprob_start): vLLM's own scoring of given ids, on the V2
+            model runner (0.32 and newer on a GPU). Not run yet: written from the sources of 0.32 and 0.33.
+PromptRows  SamplingParams(prompt_logprobs), everywhere else and for the teacher's own top-k. Where the V1 model runner
+            is used (on a CPU, and up to 0.28 for most models), vllm_rows.py makes it compute the response's rows only.
 
 Both read the prefix cache, up to the first scored position (vllm_scheduler.py). No value is believed for that alone: a
 position is valid only if it is beyond what came from the cache, the ids that come back have to be the ones that were
@@ -94,9 +94,7 @@ class TokenIds:
     def params(self, row: Row, topk: int, *, reuse: bool) -> Any:
         assert not topk
         targets = np.ascontiguousarray(row.ids[row.start :, None], dtype=np.int32)
-        return common_params(
-            row, reuse=reuse, prompt_logprob_token_ids=targets, prompt_logprob_start=row.start - 1
-        )
+        return common_params(row, reuse=reuse, prompt_logprob_token_ids=targets, prompt_logprob_start=row.start - 1)
 
     def read(self, row: Row, output: Any, topk: int) -> RowScores | None:
         values = output.prompt_token_id_logprobs
@@ -137,7 +135,9 @@ def choose_paths(llm: Any) -> tuple[Path, Path]:
     if not v2:
         refusals = [why for why in llm.collective_rpc("opd_use_response_rows") if why]
         if refusals:
-            raise ConfigError(f"vLLM cannot score the response's rows only: {refusals[0]}; use a version from 0.24 to 0.33")
+            raise ConfigError(
+                f"vLLM cannot score the response's rows only: {refusals[0]}; use a version from 0.24 to 0.33"
+            )
         prompt = PromptRows("prompt_logprobs of response rows")
     asks = str(getattr(SamplingParams, "__annotations__", {}).get("prompt_logprob_token_ids", ""))
     answers = inspect.signature(RequestOutput.__init__).parameters
@@ -148,7 +148,7 @@ def choose_paths(llm: Any) -> tuple[Path, Path]:
 
 
 def check_rows(vocab_size: int, max_length: int) -> list[Row]:
-    """A fixed set of rows: two prompts' groups, a repeat, whole blocks, one id, long ones; cut to what the model takes."""
+    """A fixed set of rows: groups of two, a repeat, whole blocks, one id, long ones; cut to what the model takes."""
     rng = np.random.default_rng(7)
     rows = []
     for prompt, response in CHECK_LENGTHS:
@@ -187,14 +187,16 @@ def check_path(path: Path, generate: Generate, rows: Sequence[Row], dtype: str, 
                 (output,) = generate([row], [path.params(row, topk, reuse=False)])
                 scores = path.read(row, output, topk)
             if scores is None:
-                raise ConfigError(f"vLLM gives no values through {path.name} ({kind} cache); use another version of vLLM")
+                raise ConfigError(
+                    f"vLLM gives no values through {path.name} ({kind} cache); use another version of vLLM"
+                )
             difference = np.abs(scores.logprobs.astype(np.float64) - stock[i])
             at = int(np.argmax(np.where(np.isfinite(difference), difference, np.inf)))
             if not difference[at] <= TOLERANCE[dtype]:
                 raise ConfigError(
-                    f"vLLM's {path.name} gives {scores.logprobs[at]:.5f} where plain prompt_logprobs gives {stock[i][at]:.5f} "
-                    f"(position {row.start + at} of a row of {len(row.ids)} ids, {kind} cache, limit {TOLERANCE[dtype]} nats): "
-                    f"values of this build cannot be trusted; use another version of vLLM"
+                    f"vLLM's {path.name} gives {scores.logprobs[at]:.5f} where plain prompt_logprobs gives "
+                    f"{stock[i][at]:.5f} (position {row.start + at} of {len(row.ids)} ids, {kind} cache, limit "
+                    f"{TOLERANCE[dtype]} nats): values of this build cannot be trusted; use another version of vLLM"
                 )
             worst = max(worst, float(difference[at]))
     return worst

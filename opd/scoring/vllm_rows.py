@@ -1,12 +1,12 @@
 """The output layer for response positions only, in vLLM's V1 model runner.
 
-Stock `prompt_logprobs` runs the output layer, a log-softmax over the vocabulary and a count of ranks on every position of
-a prompt, all positions of a request at once. Only the response has to be scored here, which is often the smaller part,
-and a block of rows at a time keeps the memory small: long rows are what ends stock engines.
+Stock `prompt_logprobs` runs the output layer, a log-softmax over the vocabulary and a count of ranks on every position
+of a prompt, all positions of a request at once. Only the response has to be scored here, which is often the smaller
+part, and a block of rows at a time keeps the memory small: long rows are what ends stock engines.
 
-Handed to vLLM as `worker_extension_cls`. `use_response_rows` replaces one private method of the model runner, the same
-line for line in 0.24, 0.32 and 0.33; it says no where that is not what it finds, and the start-up check in vllm_paths.py
-holds the values against stock ones. Run with 0.32 on a CPU.
+Handed to vLLM as `worker_extension_cls`. `opd_use_response_rows` replaces one private method of the model runner, which
+is nearly the same in 0.24, 0.32 and 0.33. It says no where that is not what it finds, and the start-up check in
+vllm_paths.py holds the values against stock ones. Run with 0.32 on a CPU.
 
 Shapes: R = scored positions of a row, K = topk, V = vocabulary.
 """

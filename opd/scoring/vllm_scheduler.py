@@ -1,7 +1,7 @@
 """vLLM's scheduler, with prefix-cache hits that end before the first scored position.
 
-vLLM computes no log-probs for positions that it takes from the prefix cache; on some paths their places hold whatever was
-in memory before (0.0 has been seen: "the teacher is certain"). Stock vLLM therefore reads no cache at all for such
+vLLM computes no log-probs for positions that it takes from the prefix cache; on some paths their places hold whatever
+was in memory before (0.0 has been seen: "the teacher is certain"). Stock vLLM therefore reads no cache at all for such
 requests. Here a request that says where its scored positions start may read the cache up to there: row start - 1 is the
 first whose hidden state is needed, so at most start - 1 tokens may come from the cache.
 
