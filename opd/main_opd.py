@@ -37,12 +37,15 @@ def compose(recipe: Path, overrides: list[str], *, cpu: bool) -> DictConfig:
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
-    from opd.cpu.settings import OVERRIDES, OVERRIDES_V0
+    if cpu:
+        # not before it is known: importing anything of opd.cpu turns verl to the CPU
+        from opd.cpu.settings import OVERRIDES, OVERRIDES_V0
 
+        overrides = [*OVERRIDES, *OVERRIDES_V0, *overrides]
     ConfigStore.instance().store(group="teacher", name="base", node=TeacherConfig)
     try:
         with initialize_config_dir(str(recipe.resolve()), version_base=None):
-            return hydra_compose("config", [*(OVERRIDES + OVERRIDES_V0 if cpu else []), *overrides])
+            return hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(f"configuration of {recipe}: {_root_message(e)}")
 
@@ -166,6 +169,15 @@ def run(config: DictConfig, *, cpu: bool) -> None:
         ray.shutdown()
 
 
+def fresh_metrics(run_dir: Path) -> Path:
+    """RUN_DIR/metrics.jsonl, with that of an earlier part of the run moved aside: verl would overwrite it."""
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        number = 1 + len(list(run_dir.glob("metrics.*.jsonl")))
+        path.rename(run_dir / f"metrics.{number}.jsonl")
+    return path
+
+
 def has_accelerator() -> bool:
     import torch
 
@@ -216,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         args.run_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, args.run_dir / "config.yaml", resolve=True)
         # verl's "file" logger; the Ray processes of a local cluster inherit it
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(args.run_dir.resolve() / "metrics.jsonl")
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(fresh_metrics(args.run_dir.resolve()))
         shake_hands(config).client.close()  # before Ray starts: what is wrong with the teacher is said in seconds
         run(config, cpu=cpu)
     except KeyboardInterrupt:

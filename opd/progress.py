@@ -35,8 +35,9 @@ def line(record: dict[str, Any]) -> str | None:
 
 
 def follow(path: Path) -> Iterator[dict[str, Any]]:
-    """Records as they are appended, for ever."""
-    while not path.exists():
+    """Records as they are appended, for ever; a file that an earlier part of the run left is not read."""
+    start_s = time.time()
+    while not path.exists() or path.stat().st_mtime < start_s:
         time.sleep(0.5)
     with path.open() as f:
         partial = ""

@@ -179,7 +179,6 @@ def test_values_that_do_not_fit_the_batch_are_refused(values, lengths, fill, mes
 
 
 def test_rows_are_those_that_verl_gives_to_its_own_reference_model():
-    pytest.importorskip("verl")
     import torch
     from tensordict import TensorDict
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding

@@ -7,16 +7,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.workers.config import RolloutConfig
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("verl")
-
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-from verl.workers.config import RolloutConfig  # noqa: E402
-
-from opd.cpu.generate import Request, generate  # noqa: E402
-from opd.cpu.rollout import CpuReplica, _buckets  # noqa: E402
-from opd.cpu.server import GenerationServer  # noqa: E402
+from opd.cpu.generate import Request, generate
+from opd.cpu.rollout import CpuReplica, _buckets
+from opd.cpu.server import GenerationServer
 
 VOCAB = 19
 EOS = 2

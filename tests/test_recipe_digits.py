@@ -14,9 +14,6 @@ from types import ModuleType
 
 import pyarrow.parquet as pq
 import pytest
-
-pytest.importorskip("verl")
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,8 +14,6 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("verl")
-
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipe" / "gsm8k"
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"

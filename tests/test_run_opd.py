@@ -91,20 +91,20 @@ def test_a_copied_recipe_runs_from_start_to_end(copied_recipe, tmp_path):
     assert again.returncode == 1 and "holds a finished run" in again.stderr
 
 
-def test_ctrl_c_ends_everything_within_seconds(copied_recipe, tmp_path):
+def test_ctrl_c_ends_everything_within_seconds_and_the_run_can_go_on(copied_recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = [*SMALL, "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=False"]
     script = subprocess.Popen(
-        ["bash", "run_opd.sh", *SMALL],
+        ["bash", "run_opd.sh", *overrides],
         cwd=ROOT,
-        env=environment(RECIPE=copied_recipe, STEPS=1000, RUN_DIR=tmp_path / "run"),
+        env=environment(RECIPE=copied_recipe, STEPS=1000, RUN_DIR=run_dir),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    metrics = run_dir / "metrics.jsonl"
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(
-            lambda: (metrics.exists() and metrics.stat().st_size) or script.poll() is not None, 400, "the training"
-        )
+        wait_until(lambda: has_text(metrics) or script.poll() is not None, 400, "the first step")
         assert script.poll() is None
         started = psutil.Process(script.pid).children(recursive=True)
         assert len(started) > 5  # teacher, worker, trainer and Ray's processes
@@ -116,6 +116,12 @@ def test_ctrl_c_ends_everything_within_seconds(copied_recipe, tmp_path):
         if script.poll() is None:
             script.terminate()
             script.wait(30)
+    done_steps = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    again = run(*overrides, timeout_s=600, RECIPE=copied_recipe, STEPS=done_steps + 2, RUN_DIR=run_dir)
+    assert again.returncode == 0, again.stderr[-3000:]
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == [done_steps + 1, done_steps + 2]
+    assert has_text(run_dir / "metrics.1.jsonl")
 
 
 def test_a_teacher_that_dies_in_mid_run_ends_the_run_and_leaves_nothing(copied_recipe, tmp_path):

@@ -6,9 +6,6 @@ import inspect
 import re
 
 import pytest
-
-pytest.importorskip("verl")
-
 import torch
 from hydra import compose, initialize_config_module
 

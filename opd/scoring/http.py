@@ -165,7 +165,7 @@ class HTTPScorer:
         if temperature != 1.0:
             message = f"{self._dialect.name} scores at temperature 1 only, not {temperature:g}"
             return [RowError(i, "temperature", message) for i in range(len(rows))]
-        results = list(self._pool.map(lambda item: self._one(*item, topk), enumerate(rows)))
+        results = list(self._pool.map(lambda index: self._one(index, rows[index], topk), range(len(rows))))
         lost = [result for result in results if isinstance(result, RowError) and result.code == "unavailable"]
         if rows and len(lost) == len(rows):
             raise ConnectionError(f"the {self._dialect.name} server is gone: {lost[0].message}")

@@ -217,14 +217,15 @@ def _generation_config(folder: str) -> Any:
 
 def _max_length(options: LoadOptions, config: Any) -> int:
     """Ids in one row: one less than the model has positions, since vLLM always generates one id."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if options.max_length is None and not positions:
-        raise ConfigError(f"model {options.model!r} names no longest length; give --max-len")
-    longest = positions - 1 if positions else options.max_length
-    wanted = longest if options.max_length is None else options.max_length
-    if not 1 <= wanted <= longest:
+    positions: int = getattr(config, "max_position_embeddings", None) or 0
+    if not positions:
+        if options.max_length is None:
+            raise ConfigError(f"model {options.model!r} names no longest length; give --max-len")
+        return options.max_length
+    wanted: int = positions - 1 if options.max_length is None else options.max_length
+    if not 1 <= wanted < positions:
         raise ConfigError(
-            f"max_length {wanted} is outside [1, {longest}]: the model has {positions} positions, and vLLM needs "
+            f"max_length {wanted} is outside [1, {positions - 1}]: the model has {positions} positions, and vLLM needs "
             f"one of them"
         )
-    return int(wanted)
+    return wanted

@@ -232,9 +232,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="data, initial weights and order of training")
     parser.add_argument("--teacher-steps", type=int, default=140, help="optimiser steps of the teacher")
-    parser.add_argument("--student-steps", type=int, default=85, help="optimiser steps of the student; fewer: weaker")
+    parser.add_argument("--student-steps", type=int, default=90, help="optimiser steps of the student; fewer: weaker")
     parser.add_argument("--train-prompts", type=int, default=16384, help="prompts for the on-policy steps")
-    parser.add_argument("--val-prompts", type=int, default=256, help="held-out prompts")
+    parser.add_argument("--val-prompts", type=int, default=512, help="held-out prompts")
     parser.add_argument("--plan", action="store_true", help="print what prepared.json will name; make nothing")
     args = parser.parse_args(argv)
     for name in ("teacher_steps", "student_steps", "train_prompts", "val_prompts"):
