@@ -74,10 +74,10 @@ def load_model(options: LoadOptions) -> tuple[Any, Any]:
         raise ConfigError(f"model {name!r}: {len(lost)} weights are missing or misshapen in its files, like {lost[0]}")
     if str(model.dtype).removeprefix("torch.") not in DTYPES:
         raise ConfigError(f"model {name!r} is stored as {model.dtype}; give a dtype of {', '.join(DTYPES[1:])}")
-    return model, _load_tokenizer(name)
+    return model, load_tokenizer(name)
 
 
-def _load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:
     # Some classes make an empty tokenizer when there are no files, whose fingerprint would match no client's.
     if os.path.isdir(name) and not any(file.startswith(TOKENIZER_FILES) for file in os.listdir(name)):
         log.warning("%s has no tokenizer files, so that clients cannot compare theirs", name)

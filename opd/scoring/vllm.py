@@ -203,7 +203,7 @@ def _describe(folder: str) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise ConfigError(f"model {folder!r} cannot be loaded: {clip(str(e))}") from e
-    return config, hf_load._load_tokenizer(folder)
+    return config, hf_load.load_tokenizer(folder)
 
 
 def _generation_config(folder: str) -> Any:
