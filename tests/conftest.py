@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# A suite that a shell started in the background inherits SIGINT ignored, and so would everything that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 CHILD_ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 

@@ -112,7 +112,7 @@ def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_gr
     assert own[0]["actor/opd/reverse_kl_k3"] < 1e-4
     assert own[0]["actor/kl_loss"] < 1e-4
     # another teacher, another gradient: with this one it is the baseline's
-    assert own[0]["actor/grad_norm"] == pytest.approx(baseline[0]["actor/grad_norm"], rel=1e-4)
+    assert own[0]["actor/grad_norm"] == pytest.approx(baseline[0]["actor/grad_norm"], rel=1e-4, abs=1e-5)
 
 
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):
