@@ -1,5 +1,5 @@
-# make test    sets up .venv and runs the tests (under 15 minutes on 2 cores)
-# make test-vllm   sets up .venv-vllm and runs the tests of the vLLM backend (under 8 minutes on 2 cores)
+# make test    sets up .venv and runs the tests
+# make test-vllm   sets up .venv-vllm and runs the tests of the vLLM backend
 # make check   sets up .venv and runs ruff and mypy
 # make clean   removes what runs and tests left, not .venv
 
