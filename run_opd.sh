@@ -12,11 +12,13 @@ set -euo pipefail
 # --- knobs: environment variables -----------------------------------------------------------------------------------
 KL_COEF=${KL_COEF:-}             # weight of KL(student || teacher) in the loss; 0 is the GRPO baseline [the recipe's]
 KL_TYPE=${KL_TYPE:-}             # estimator: k3+ k2 k3 k1+ abs ... [the recipe's]
+TRAINER=${TRAINER:-v0}           # verl's trainer: v0, or a mode of its V1: sync, colocate_async, separate_async
 RECIPE=${RECIPE:-}               # folder under recipe/, or a path to one [digits; with a GPU gsm8k]
 STUDENT=${STUDENT:-}             # Hugging Face folder or hub id [the recipe's]
 TEACHER=${TEACHER:-}             # Hugging Face folder or hub id [the recipe's]
 TEACHER_ADDR=${TEACHER_ADDR:-}   # running teachers, tcp://host:port, comma-separated; none is started then
 TEACHER_PORT=${TEACHER_PORT:-15555} # where the teacher that this script starts listens, on 127.0.0.1
+TEACHER_REPLICAS=${TEACHER_REPLICAS:-1} # teachers to start, on TEACHER_PORT and the ports after it
 TEACHER_ARGS=${TEACHER_ARGS:-}   # more arguments for opd.teacher_server, such as "--dtype bfloat16 --device cuda:7"
 STEPS=${STEPS:-}                 # training steps [the recipe's]
 SEED=${SEED:-0}                  # of data order and sampling; the prepared models do not depend on it
@@ -42,6 +44,10 @@ recipe_name=$(basename "$RECIPE")
 for file in prepare.py reward.py config.yaml; do
     [ -f "$RECIPE/$file" ] || die "RECIPE: $RECIPE has no $file; known recipes: $(ls recipe | tr '\n' ' ')"
 done
+case "$TEACHER_REPLICAS" in '' | 0* | *[!0-9]*) die "TEACHER_REPLICAS: $TEACHER_REPLICAS is no number above 0" ;; esac
+# two local Rays, the trainer's and the teachers', would hand out the same GPUs
+[ $device = cpu ] || [ "$TEACHER_REPLICAS" = 1 ] ||
+    die "TEACHER_REPLICAS: with GPUs, start python -m opd.teacher_pool on its own and give its addresses as TEACHER_ADDR"
 RUN_DIR=$(absolute "${RUN_DIR:-$PWD/runs/$recipe_name-$(date +%Y%m%d-%H%M%S)}")
 [ ! -e "$RUN_DIR/result.json" ] || die "RUN_DIR: $RUN_DIR holds a finished run; choose another folder"
 
@@ -88,10 +94,19 @@ teacher_accuracy=""
 if [ -z "$TEACHER$TEACHER_ADDR" ]; then teacher_accuracy=$(field teacher_accuracy); fi
 STUDENT=${STUDENT:-$(field student)}
 TEACHER=${TEACHER:-$(field teacher)}
-address=${TEACHER_ADDR:-tcp://127.0.0.1:$TEACHER_PORT}
+address=$TEACHER_ADDR
+if [ -z "$address" ]; then
+    for ((i = 0; i < TEACHER_REPLICAS; i++)); do address+="${address:+,}tcp://127.0.0.1:$((TEACHER_PORT + i))"; done
+fi
 
 read -ra teacher_args <<<"$TEACHER_ARGS"
-teacher=("$python" -m opd.teacher_server --model "$TEACHER" --bind "$address" "${teacher_args[@]}")
+teacher=("$python" -m opd.teacher_server --bind "$address")
+if [ "$TEACHER_REPLICAS" -gt 1 ]; then
+    # a Ray of its own (hence -u), on which 0.1 lets any number of replicas share this machine's cores
+    teacher=(env -u RAY_ADDRESS "$python" -m opd.teacher_pool --replicas "$TEACHER_REPLICAS" --base-port "$TEACHER_PORT"
+        --cpus-per-replica 0.1)
+fi
+teacher+=(--model "$TEACHER" "${teacher_args[@]}")
 overrides=(
     "data.train_files=$(field train)"
     "data.val_files=$(field val)"
@@ -106,11 +121,11 @@ overrides=(
 [ -z "$KL_COEF" ] || overrides+=("actor_rollout_ref.actor.kl_loss_coef=$KL_COEF")
 [ -z "$KL_TYPE" ] || overrides+=("actor_rollout_ref.actor.kl_loss_type=$KL_TYPE")
 [ -z "$STEPS" ] || overrides+=("trainer.total_training_steps=$STEPS")
-trainer=("$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --run-dir "$RUN_DIR" "${overrides[@]}" "$@")
+trainer=("$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --trainer "$TRAINER" --run-dir "$RUN_DIR"
+    "${overrides[@]}" "$@")
 
 if $dry_run; then
-    "$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --run-dir "$RUN_DIR" --print-config \
-        "${overrides[@]}" "$@" 2> >(grep -v platform_manager >&2)
+    "${trainer[@]}" --print-config 2> >(grep -v platform_manager >&2)
     echo "# commands:"
     printf '# '; printf '%q ' "${prepare[@]}"; echo
     [ -n "$TEACHER_ADDR" ] || { printf '# '; printf '%q ' "${teacher[@]}"; echo; }

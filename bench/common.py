@@ -29,7 +29,7 @@ class Server:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the server runs
         command = [sys.executable, "-m", "opd.teacher_server", "--bind", "tcp://127.0.0.1:0", "--log-level", log_level]
         self.popen = subprocess.Popen(
-            [*command, *args],
+            [*command, "--cache-mb", "0", *args],  # the benches ask for the same rows again and again
             env={**ENV, "OMP_NUM_THREADS": str(threads)},
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -114,6 +114,37 @@ def to_padded(
     return out_BR
 
 
+def topk_to_padded(
+    ids: Sequence[np.ndarray | None],
+    logprobs: Sequence[np.ndarray | None],
+    response_lengths: Any,
+    *,
+    width: int,
+    topk: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put the teacher's top-k where `to_padded` puts its values of the same tokens.
+
+    Args:
+        ids, logprobs: [n, K] per row with n = response_lengths[b]; None for a row that the teacher could not score.
+        width: R.
+
+    Returns:
+        int32 and float32 [B, R, K]. Where there is no value the ids are -1, and the log-probs NaN: no number would do.
+
+    Raises:
+        ValueError: a row that does not have exactly one top-k for each of its response tokens; names the row.
+    """
+    ids_BRK = np.full((len(ids), width, topk), -1, dtype=np.int32)
+    logprobs_BRK = np.full(ids_BRK.shape, np.nan, dtype=np.float32)
+    for b, (row_ids, row_logprobs, length) in enumerate(zip(ids, logprobs, response_lengths, strict=True)):
+        if row_ids is None or row_logprobs is None:
+            continue
+        if row_ids.shape != (length, topk) or row_logprobs.shape != (length, topk):
+            raise ValueError(f"row {b} has top-k of {row_ids.shape} and {row_logprobs.shape}, not ({length}, {topk})")
+        ids_BRK[b, :length], logprobs_BRK[b, :length] = row_ids, row_logprobs
+    return ids_BRK, logprobs_BRK
+
+
 def _refuse(is_bad_B: Any, what: str) -> None:
     bad = np.flatnonzero(is_bad_B)
     if len(bad):

@@ -35,15 +35,25 @@ class Chunk:
     bad_replies: int = 0
     not_before: float = 0.0  # time.monotonic() of its next attempt
     avoid: str = ""  # address where it failed last
+    prefer: str = ""  # address that was asked to prefetch these rows
+
+
+def prompt_digests(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[bytes]:
+    """A name per row, equal where the prompts ids[:start] are equal."""
+    return [
+        hashlib.blake2b(row[:start].tobytes(), digest_size=16).digest() for row, start in zip(rows, starts, strict=True)
+    ]
+
+
+def number(names: Sequence[bytes]) -> list[int]:
+    """A number per name, in the order of first appearance."""
+    seen: dict[bytes, int] = {}
+    return [seen.setdefault(name, len(seen)) for name in names]
 
 
 def group_by_prompt(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[int]:
     """A number per row, equal where the prompts ids[:start] are equal, in the order of first appearance."""
-    seen: dict[bytes, int] = {}
-    return [
-        seen.setdefault(hashlib.blake2b(row[:start].tobytes(), digest_size=16).digest(), len(seen))
-        for row, start in zip(rows, starts, strict=True)
-    ]
+    return number(prompt_digests(rows, starts))
 
 
 def request_bytes(num_rows: int, tokens: int) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 import zmq
 
 from opd.checks import Values, check_reply
-from opd.chunks import Caps, Chunk, common_limits, group_by_prompt, plan
+from opd.chunks import Caps, Chunk, common_limits, number, plan, prompt_digests
 from opd.deadline import Backoff, Deadline
 from opd.errors import (
     BadReply,
@@ -41,14 +41,30 @@ from opd.errors import (
     TeacherMismatch,
     TeacherUnavailable,
 )
+from opd.homes import Homes
 from opd.replica import Answer, Attempt, Replica, Timing
-from opd.wire import Expect, ModelInfo, Question, ScoreRequest, ServerInfo, clip, digest, encode_request, new_id
+from opd.wire import (
+    Expect,
+    ModelInfo,
+    PrefetchRequest,
+    Question,
+    ScoreRequest,
+    ServerInfo,
+    SleepRequest,
+    State,
+    WakeRequest,
+    clip,
+    digest,
+    encode_request,
+    new_id,
+)
 from opd.wire import to_bin as _bin
 
 logger = logging.getLogger(__name__)
 
 _MAX_BAD_REPLIES = 2  # of one request, each on a new connection or another replica; one more is raised
 _MISMATCH_CODES = ("mismatch", "model_mismatch", "tokenizer_mismatch", "version")
+_NOT_UP = ("loading", "restarting", "sleeping")  # codes of a teacher that scores for nobody
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_POLL_S = 0.25  # how soon a close() from another thread is noticed
 _MAX_ID = np.iinfo(np.int32).max
@@ -71,6 +87,7 @@ class Stats:
     received_bytes: int = 0
     queue_ms: float = 0.0  # longest wait of a request in a teacher's queue
     score_ms: float = 0.0  # the teachers' time on all requests together
+    cached: int = 0  # rows whose values a teacher had already
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,8 @@ class _Call:
     rows: list[np.ndarray]
     starts: list[int]
     lengths: list[int]
-    groups: list[int]
+    prompts: list[bytes]  # digest of each row's prompt
+    groups: list[int]  # the same as numbers
     topk: int
     temperature: float
     deadline: Deadline
@@ -103,9 +121,11 @@ class _Call:
     topk_ids: list[np.ndarray | None] = field(default_factory=list)
     topk_logprobs: list[np.ndarray | None] = field(default_factory=list)
 
-    def cut(self, wanted: Sequence[int], caps: Caps) -> None:
+    def cut(self, wanted: Sequence[int], caps: Caps, prefer: str = "") -> None:
         """Queue these rows as requests; those that no request can hold have their error now."""
         chunks, too_big = plan(wanted, self.lengths, self.starts, self.groups, caps)
+        for chunk in chunks:
+            chunk.prefer = prefer
         self.waiting.extend(chunks)
         for row in too_big:
             message = f"row {row} has {self.lengths[row]} ids: alone it exceeds what the teacher takes in one request"
@@ -174,6 +194,7 @@ class TeacherClient:
         self._pinned_by = ""
         rng = random.Random(seed)
         self._backoff = Backoff(first_s=self._timing.first_backoff_s, most_s=self._timing.most_backoff_s, rng=rng)
+        self._homes = Homes()
         self._context = zmq.Context()
         self._replicas: list[Replica] = []
         try:
@@ -280,9 +301,7 @@ class TeacherClient:
             RequestRefused: the teacher says that the request cannot be answered.
             ValueError: rows or starts that are not what is said above; the message names the row.
         """
-        arrays, start_list = _check_batch(rows, starts)
-        if topk < 0 or not 0 < temperature <= 1000:
-            raise ValueError(f"topk={topk} must be >= 0 and temperature={temperature} within (0, 1000]")
+        arrays, start_list = _check_batch(rows, starts, topk, temperature)
         with self._exclusively(timeout_s) as deadline:
             call = self._prepare(arrays, start_list, topk, temperature, deadline)
             self._finish(call)
@@ -296,6 +315,61 @@ class TeacherClient:
                 row_errors=call.row_errors,
                 stats=call.stats,
             )
+
+    def prefetch(
+        self,
+        rows: Sequence[np.ndarray],
+        starts: Sequence[int] | np.ndarray,
+        *,
+        topk: int = 0,
+        temperature: float = 1.0,
+        timeout_s: float = 2.0,
+        keep_s: float = 600.0,
+    ) -> int:
+        """Ask the teacher to score rows when nobody waits, so that a `score` of the same rows later costs nothing.
+
+        A prompt's rows go to one replica, and a later `score` prefers that one. Best effort: a teacher that cannot be
+        reached or has no room is no error, and rows that were not prefetched are scored when they are asked for.
+
+        Args:
+            rows, starts, topk, temperature: as in the `score` to come; another value of any is another question.
+            timeout_s: how long to wait for teachers to say that they will try, which they do at once.
+            keep_s: how long they may still begin with it.
+
+        Returns:
+            How many rows the teachers took.
+
+        Raises:
+            TeacherMismatch: another model or tokenizer answered than the pinned one.
+            ValueError: as score.
+        """
+        arrays, start_list = _check_batch(rows, starts, topk, temperature)
+        try:
+            with self._exclusively(timeout_s) as deadline:
+                return self._prefetch(self._new_call(arrays, start_list, topk, temperature, deadline), keep_s)
+        except TeacherUnavailable as e:
+            logger.info("nothing was prefetched: %s", e)
+            return 0
+
+    def sleep(self, *, timeout_s: float = 600.0) -> None:
+        """Let every replica answer what it holds and then free its accelerator's memory; wait until that is done.
+
+        Until `wake`, no replica scores: requests of all clients are told to come back later.
+
+        Raises:
+            TeacherUnavailable: not all asleep in time; names each and its state.
+            RequestRefused: a backend that cannot sleep.
+            TeacherMismatch: as wait_until_ready.
+        """
+        self._order(SleepRequest, "sleeping", timeout_s)
+
+    def wake(self, timeout_s: float = 600.0) -> None:
+        """Bring every replica's model back, and wait until all can score; one that is awake stays so.
+
+        Raises:
+            TeacherUnavailable, TeacherMismatch: as wait_until_ready.
+        """
+        self._order(WakeRequest, "ready", timeout_s)
 
     def close(self) -> None:
         """Close every connection at once; a call under way in another thread ends with an error."""
@@ -351,13 +425,19 @@ class TeacherClient:
                 replica.forget()
             self._lock.release()
 
-    def _prepare(
+    def _new_call(
         self, rows: list[np.ndarray], starts: list[int], topk: int, temperature: float, deadline: Deadline
     ) -> _Call:
         lengths = [len(row) for row in rows]
         stats = Stats(rows=len(rows), tokens=sum(lengths), scored=sum(lengths) - sum(starts))
-        groups = group_by_prompt(rows, starts)
-        call = _Call(rows, starts, lengths, groups, topk, temperature, deadline, stats)
+        prompts = prompt_digests(rows, starts)
+        return _Call(rows, starts, lengths, prompts, number(prompts), topk, temperature, deadline, stats)
+
+    def _prepare(
+        self, rows: list[np.ndarray], starts: list[int], topk: int, temperature: float, deadline: Deadline
+    ) -> _Call:
+        call = self._new_call(rows, starts, topk, temperature, deadline)
+        lengths = call.lengths
         wanted = [row for row, start in enumerate(starts) if start < lengths[row]]
         # a row without response needs no teacher: it has exactly 0 values
         empty, empty_topk = np.zeros(0, np.float32), np.zeros((0, topk), np.float32)
@@ -369,8 +449,79 @@ class TeacherClient:
         tokens = sum(lengths[row] for row in wanted)
         share = -(-tokens // len(self._replicas))  # so that a small batch is still spread over all replicas
         known = [replica.info.limits for replica in self._replicas if replica.info is not None]
-        call.cut(wanted, Caps(max(1, min(self._max_tokens, share)), common_limits(known), topk))
+        caps = Caps(max(1, min(self._max_tokens, share)), common_limits(known), topk)
+        by_home: dict[str, list[int]] = {}
+        for row in wanted:
+            by_home.setdefault(self._homes.find(call.prompts[row]) or "", []).append(row)
+        for home, mine in by_home.items():
+            call.cut(mine, caps, home)
         return call
+
+    def _prefetch(self, call: _Call, keep_s: float) -> int:
+        """Send every row to its prompt's home once; returns how many were taken."""
+        deadline = call.deadline
+        unheard_until_s = min(0.5, deadline.timeout_s / 4)
+        while not deadline.passed:
+            self._turn(deadline)
+            unheard = deadline.elapsed_s < unheard_until_s and any(not each.generation for each in self._replicas)
+            if any(replica.up for replica in self._replicas) and not unheard:
+                break
+        up = {replica.address: replica for replica in self._replicas if replica.up}
+        prompts: dict[bytes, int] = {}
+        rows = [row for row, start in enumerate(call.starts) if start < call.lengths[row]]
+        for row in rows:
+            prompts[call.prompts[row]] = prompts.get(call.prompts[row], 0) + call.lengths[row]
+        if not up or not rows:
+            return 0
+        homes = self._homes.choose(prompts, list(up))
+        for address, replica in up.items():
+            assert replica.info is not None
+            caps = Caps(self._max_tokens, common_limits([replica.info.limits]), call.topk)
+            call.cut([row for row in rows if homes[call.prompts[row]] == address], caps, address)
+        taken = 0
+        while (call.waiting or any(replica.inflight for replica in self._replicas)) and not deadline.passed:
+            now = time.monotonic()
+            for chunk in list(call.waiting):
+                replica = up[chunk.prefer]
+                if not replica.up:
+                    call.waiting.remove(chunk)
+                elif len(replica.inflight) < self._depth:
+                    call.waiting.remove(chunk)
+                    self._send(call, chunk, replica, now, prefetch_s=keep_s)
+            for replica, attempt, reply, _ in self._turn(deadline):
+                if reply.status != "ok":
+                    logger.info("prefetch, teacher %s: %s [%s]", replica.address, clip(reply.message), clip(reply.code))
+                    continue
+                taken += len(attempt.chunk.rows)
+                for row in attempt.chunk.rows:
+                    self._homes.remember(call.prompts[row], replica.address)
+        return taken
+
+    def _order(self, order: type[SleepRequest] | type[WakeRequest], state: State, timeout_s: float) -> None:
+        """Send an order to every replica, and wait until all are in the state that it leads to."""
+        with self._exclusively(timeout_s) as deadline:
+            for replica in self._replicas:
+                replica.order, replica.order_refused = order, ("", "")
+                replica.ask_again()
+            try:
+                while True:
+                    self._turn(deadline)
+                    for replica in self._replicas:
+                        _refuse_stranger(replica)
+                        code, message = replica.order_refused
+                        if code:
+                            raise RequestRefused(code, f"{replica.address}: {message}")
+                    done = [
+                        replica.order is None and replica.info is not None and replica.info.state == state
+                        for replica in self._replicas
+                    ]
+                    if all(done):
+                        return
+                    if deadline.passed:
+                        raise TeacherUnavailable(f"not all {state} after {timeout_s:.1f} s: {self._describe()}")
+            finally:
+                for replica in self._replicas:
+                    replica.order = None
 
     def _finish(self, call: _Call) -> None:
         """Send, receive and send again until no request is left."""
@@ -451,13 +602,14 @@ class TeacherClient:
             if caps.fits(len(chunk.rows), chunk.tokens, chunk.scored):
                 self._send(call, chunk, replica, now)
             else:
-                call.cut(chunk.rows, caps)  # it was cut before this replica had told its limits
+                call.cut(chunk.rows, caps, chunk.prefer)  # it was cut before this replica had told its limits
                 return
 
     def _choose(self, call: _Call, chunk: Chunk, now: float) -> Replica | None:
         """The replica with room that owes the fewest tokens; the one with the rest of the prompt, if it was cut."""
         up = [replica for replica in self._replicas if replica.up]
         home = call.homes.get(chunk.family) if chunk.family is not None else None
+        home = next((replica for replica in up if replica.address == chunk.prefer), home)
         if home in up and home is not None and home.address != chunk.avoid:
             up = [home]
         elif len(up) > 1:
@@ -465,12 +617,14 @@ class TeacherClient:
         free = [replica for replica in up if replica.usable_at <= now and len(replica.inflight) < self._depth]
         return min(free, key=lambda replica: replica.outstanding_tokens, default=None)
 
-    def _send(self, call: _Call, chunk: Chunk, replica: Replica, now: float) -> None:
+    def _send(
+        self, call: _Call, chunk: Chunk, replica: Replica, now: float, *, prefetch_s: float | None = None
+    ) -> None:
         question = call.question(chunk)
-        budget_s = call.deadline.attempt_s()
+        budget_s = call.deadline.attempt_s() if prefetch_s is None else prefetch_s
         request_id = new_id()
         body = encode_request(
-            ScoreRequest(
+            (ScoreRequest if prefetch_s is None else PrefetchRequest)(
                 id=request_id,
                 client=self._name,
                 budget_ms=max(1, int(1000 * budget_s)),
@@ -523,6 +677,8 @@ class TeacherClient:
         after_s = min(reply.retry_after_ms / 1000, _MAX_RETRY_AFTER_S)
         if reply.status == "busy" or (reply.status == "error" and reply.retryable):
             logger.info("teacher %s, %s [%s]; again in %.1f s or elsewhere", reply.status, what, reply.code, after_s)
+            if reply.code in _NOT_UP:
+                replica.ask_again()
             replica.spare(after_s, f"{reply.status}: {clip(reply.message)} [{clip(reply.code)}]")
             self._again(call, chunk, replica, pause=True)
         elif reply.status == "draining":
@@ -563,6 +719,7 @@ class TeacherClient:
         call.store(attempt.chunk, values)
         call.stats.queue_ms = max(call.stats.queue_ms, reply.queue_ms)
         call.stats.score_ms += reply.score_ms
+        call.stats.cached += reply.cached_rows
 
     def _accept(self, replica: Replica, model: ModelInfo) -> None:
         """Pin the first model that is heard of; every other one has to be the same."""
@@ -622,8 +779,12 @@ def _refuse_stranger(replica: Replica) -> None:
         raise ConfigError(f"teacher address {replica.address}: {replica.refused}; is it the right port?")
 
 
-def _check_batch(rows: Sequence[np.ndarray], starts: Any) -> tuple[list[np.ndarray], list[int]]:
+def _check_batch(
+    rows: Sequence[np.ndarray], starts: Any, topk: int, temperature: float
+) -> tuple[list[np.ndarray], list[int]]:
     """Rows as contiguous int32, without a copy where they are that already."""
+    if topk < 0 or not 0 < temperature <= 1000:
+        raise ValueError(f"topk={topk} must be >= 0 and temperature={temperature} within (0, 1000]")
     start_array = np.asarray(starts)
     if len(rows) != len(start_array) or (len(rows) and start_array.dtype.kind not in "iu"):
         raise ValueError(f"{len(rows)} rows and {len(start_array)} starts of type {start_array.dtype}")

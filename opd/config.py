@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from opd.errors import ConfigError
+from opd.loss.schedule import SCHEDULES, Coefficient
+from opd.loss.settings import DIVERGENCES, LOSSES, POLICY_GRADIENT, SAMPLED, LossSettings, TeacherLoss
 
 
 @dataclass  # not frozen: OmegaConf makes a frozen one read-only while it composes, for the recipe's own values too
@@ -31,6 +33,22 @@ class TeacherConfig:
     on_row_error: str = "raise"
     # with "neutral": the run ends all the same when a larger share of a batch has no teacher value
     max_neutral_fraction: float = 0.05
+    # how the teacher's values become gradient: sampled (verl's KL loss, estimated as kl_loss_type says),
+    # policy_gradient, forward_kl_topk, reverse_kl_topk, jsd_topk; the weight of each is actor.kl_loss_coef
+    loss: str = SAMPLED
+    # *_topk: tokens at each position that the teacher gives its log-probs of
+    topk: int = 32
+    # *_topk: what is left of both distributions is one more bucket; forward_kl_topk without it is verl's
+    tail: bool = True
+    # jsd_topk: within (0, 1); towards 0 like the forward KL, towards 1 like the reverse
+    jsd_beta: float = 0.5
+    # of the weight over the steps, starting at actor.kl_loss_coef: constant, linear, cosine, adaptive
+    coef_schedule: str = "constant"
+    # linear, cosine: the weight at the last of coef_steps steps; those are trainer.total_training_steps by default
+    coef_end: float = 0.0
+    coef_steps: int | None = None
+    # adaptive: nats per token; the weight grows by up to 2 % a step while the KL is above it, and shrinks below
+    target_kl: float | None = None
 
 
 # verl's names for the estimators whose gradient depends on the teacher; opd/kl.py says what each does
@@ -51,15 +69,17 @@ def check(config: DictConfig) -> None:
             "Set it to true; for a GRPO baseline that still reports the KL set KL_COEF=0"
         )
     kl_type = actor.kl_loss_type
-    if kl_type in ("kl", "k1"):
+    samples = teacher.loss == SAMPLED  # the other losses take verl's KL term out
+    if samples and kl_type in ("kl", "k1"):
         raise ConfigError(
             f"kl_loss_type={kl_type} cannot be used as a loss: its gradient does not depend on the teacher at all, it "
             "only lowers the student's own log-probs. Use KL_TYPE=k3+ (value of k3, gradient of the reverse KL)"
         )
-    if kl_type not in KL_TYPES:
+    if samples and kl_type not in KL_TYPES:
         raise ConfigError(f"kl_loss_type={kl_type} is unknown; use one of {', '.join(KL_TYPES)} (k3+ is the default)")
     if not actor.kl_loss_coef >= 0:
         raise ConfigError(f"kl_loss_coef={actor.kl_loss_coef} would push the student away from its teacher; use >= 0")
+    _check_loss(config)
     if teacher.on_row_error not in ("raise", "neutral"):
         raise ConfigError(f"teacher.on_row_error={teacher.on_row_error} is unknown; use raise or neutral")
     if not addresses(teacher):
@@ -69,24 +89,115 @@ def check(config: DictConfig) -> None:
             raise ConfigError(f"teacher.{key}={teacher[key]} must be positive")
 
 
+def _check_loss(config: DictConfig) -> None:
+    teacher = config.teacher
+    if teacher.loss not in LOSSES:
+        raise ConfigError(f"teacher.loss={teacher.loss} is unknown; use one of {', '.join(LOSSES)}")
+    if config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.use_kl_in_reward=true would count the teacher twice: once as teacher.loss says, and once as a "
+            "reward, summed over the response and normalised away. Set it to false; for a KL that works like a reward "
+            f"use teacher.loss={POLICY_GRADIENT}"
+        )
+    if config.get("distillation") is not None and config.distillation.enabled:
+        raise ConfigError("distillation.enabled=true starts verl's own teacher beside this one; set it to false")
+    if teacher.loss in DIVERGENCES:
+        _check_topk(config)
+    coefficient = teacher_loss(config).coefficient
+    if config.algorithm.adv_estimator == "opd" and coefficient.start == coefficient.at(2**40) == 0:
+        raise ConfigError(
+            "adv_estimator=opd takes the task's reward out, and kl_loss_coef=0 the teacher: nothing would train. "
+            "Use adv_estimator=grpo for the baseline"
+        )
+
+
+def _check_topk(config: DictConfig) -> None:
+    actor, teacher = config.actor_rollout_ref.actor, config.teacher
+    if not teacher.topk >= 1:
+        raise ConfigError(f"teacher.topk={teacher.topk} must be positive with teacher.loss={teacher.loss}")
+    if not 0 < teacher.jsd_beta < 1:
+        raise ConfigError(
+            f"teacher.jsd_beta={teacher.jsd_beta} must be within (0, 1); at the ends the divergence is 0: "
+            "use forward_kl_topk or reverse_kl_topk"
+        )
+    if teacher.loss == "reverse_kl_topk" and not teacher.tail:
+        raise ConfigError(
+            "teacher.tail=false with reverse_kl_topk: the sum over the top-k alone is smallest where the student has "
+            "moved most of its mass out of the teacher's top-k. Use tail=true, or another loss"
+        )
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"teacher.loss={teacher.loss} needs the whole logits: actor.strategy fsdp or fsdp2, not "
+            f"{actor.strategy}; sampled and policy_gradient go with every strategy"
+        )
+    if actor.use_fused_kernels or config.actor_rollout_ref.model.get("use_fused_kernels", False):
+        raise ConfigError(f"use_fused_kernels leaves no logits for teacher.loss={teacher.loss}; set it to false")
+
+
+def teacher_loss(config: DictConfig) -> TeacherLoss:
+    """The loss that a composed configuration asks for.
+
+    Raises:
+        ConfigError: a schedule that does not exist or lacks a number; names the key.
+    """
+    actor, teacher = config.actor_rollout_ref.actor, config.teacher
+    kind, steps = teacher.coef_schedule, teacher.coef_steps
+    if kind not in SCHEDULES:
+        raise ConfigError(f"teacher.coef_schedule={kind} is unknown; use one of {', '.join(SCHEDULES)}")
+    if kind in ("linear", "cosine"):
+        steps = config.trainer.total_training_steps if steps is None else steps
+        if steps is None or steps < 1:
+            raise ConfigError(f"teacher.coef_schedule={kind} has no length; set teacher.coef_steps, not {steps}")
+        if not teacher.coef_end >= 0:
+            raise ConfigError(f"teacher.coef_end={teacher.coef_end} would push the student away from its teacher")
+    if kind == "adaptive" and not (teacher.target_kl is not None and teacher.target_kl > 0 and actor.kl_loss_coef > 0):
+        raise ConfigError(
+            f"teacher.coef_schedule=adaptive multiplies kl_loss_coef={actor.kl_loss_coef} until the KL is "
+            f"teacher.target_kl={teacher.target_kl} nats per token: both must be above 0"
+        )
+    coefficient = Coefficient(
+        kind, float(actor.kl_loss_coef), end=teacher.coef_end, steps=steps, target_kl=teacher.target_kl
+    )
+    settings = LossSettings(
+        name=teacher.loss,
+        coef=coefficient.start,
+        topk=teacher.topk if teacher.loss in DIVERGENCES else 0,
+        beta=teacher.jsd_beta,
+        tail=teacher.tail,
+    )
+    return TeacherLoss(settings, coefficient, actor.kl_loss_type)
+
+
 def addresses(teacher: Any) -> list[str]:
     """The addresses of a composed `teacher` block."""
     return [a.strip() for a in teacher.address.split(",") if a.strip()]
 
 
-def check_verl() -> None:
+def check_verl(*, v1: bool = False) -> None:
     """Stop on a verl whose training loop would not call our override: the run would go on without a teacher.
+
+    Args:
+        v1: look at the V1 trainers' loop, not at V0's.
 
     Raises:
         ConfigError: on verl <= 0.6.1, which has the reference log-probs inline in `fit`, and on unknown later ones.
     """
     import verl
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    if not hasattr(RayPPOTrainer, "_compute_ref_log_prob") or "self._compute_ref_log_prob(" not in inspect.getsource(
-        RayPPOTrainer.fit
-    ):
+    trainer: type
+    if v1:
+        from verl.trainer.ppo.v1 import PPOTrainer
+
+        trainer, loop, arguments = PPOTrainer, "_step_once", ["self", "batch", "metrics"]
+    else:
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        trainer, loop, arguments = RayPPOTrainer, "fit", ["self", "batch"]
+    hook = getattr(trainer, "_compute_ref_log_prob", None)
+    calls_it = "self._compute_ref_log_prob(" in inspect.getsource(getattr(trainer, loop, trainer))
+    if hook is None or not calls_it or list(inspect.signature(hook).parameters) != arguments:
         raise ConfigError(
-            f"verl {verl.__version__} does not call RayPPOTrainer._compute_ref_log_prob, which is where the teacher's "
-            "values enter: it would train without a teacher and say nothing. Install the version in requirements.txt"
+            f"verl {verl.__version__} does not call {trainer.__name__}._compute_ref_log_prob({', '.join(arguments)}), "
+            "which is where the teacher's values enter: it would train without a teacher and say nothing. "
+            "Install the version in requirements.txt"
         )

@@ -1,6 +1,6 @@
 """Train a student by on-policy distillation: `python -m opd.main_opd --recipe recipe/digits [key=value ...]`.
 
-Composes the recipe's configuration on top of verl's, shakes hands with the teacher, and runs OPDTrainer on Ray. The
+Composes the recipe's configuration on top of verl's, shakes hands with the teacher, and runs the trainer on Ray. The
 teacher must be running (`python -m opd.teacher_server`); `run_opd.sh` starts one and then calls this.
 """
 
@@ -12,143 +12,66 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from opd.config import TeacherConfig, addresses, check, check_verl
+from opd.config import TeacherConfig, check, check_verl
 from opd.errors import ConfigError, OPDError
+from opd.task_runner import make_task_runner, shake_hands
 
 REPO = Path(__file__).resolve().parent.parent
+# v0 is verl's older trainer; the others are the modes of its V1 trainer
+TRAINERS = ("v0", "sync", "colocate_async", "separate_async")
+MODE = "trainer.v1.trainer_mode"
 logger = logging.getLogger("opd")
 
 
-def compose(recipe: Path, overrides: list[str], *, cpu: bool) -> DictConfig:
+def compose(recipe: Path, overrides: list[str], *, cpu: bool, trainer: str = "v0") -> DictConfig:
     """Compose `recipe/config.yaml` on verl's own configuration.
 
-    Later wins: verl's defaults, the recipe, what a CPU needs (opd/cpu/settings.py), the overrides.
+    Later wins: verl's defaults, the recipe, what a CPU needs (opd/cpu/settings.py), the trainer, the overrides.
 
     Raises:
-        ConfigError: an unknown key or a value of the wrong type.
+        ConfigError: an unknown key or a value of the wrong type; a trainer that cannot run on a CPU, or that the
+            overrides contradict.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
+    chosen = ["trainer.use_v1=False"] if trainer == "v0" else ["trainer.use_v1=True", f"{MODE}={trainer}"]
+    overrides = [*chosen, *overrides]
     if cpu:
+        if trainer == "separate_async":
+            raise ConfigError(
+                "the trainer separate_async needs a GPU: its rollout has devices of its own, which get their weights "
+                "over NCCL or RDMA; on a CPU use sync, colocate_async or v0"
+            )
         # not before it is known: importing anything of opd.cpu turns verl to the CPU
-        from opd.cpu.settings import OVERRIDES, OVERRIDES_V0
+        from opd.cpu.settings import OVERRIDES, OVERRIDES_V0, OVERRIDES_V1
 
-        overrides = [*OVERRIDES, *OVERRIDES_V0, *overrides]
+        overrides = [*OVERRIDES, *(OVERRIDES_V0 if trainer == "v0" else OVERRIDES_V1), *overrides]
     ConfigStore.instance().store(group="teacher", name="base", node=TeacherConfig)
     try:
         with initialize_config_dir(str(recipe.resolve()), version_base=None):
-            return hydra_compose("config", overrides)
+            config = hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(f"configuration of {recipe}: {_root_message(e)}")
+    composed = config.trainer.v1.trainer_mode if config.trainer.use_v1 else "v0"
+    if composed != trainer:
+        raise ConfigError(
+            f"--trainer is {trainer}, but trainer.use_v1={config.trainer.use_v1} and {MODE}="
+            f"{config.trainer.v1.trainer_mode} choose {composed}; leave both keys to --trainer"
+        )
+    return config
 
 
 def _root_message(e: BaseException) -> str:
     while e.__cause__ is not None:
         e = e.__cause__
     return " ".join(line.strip() for line in str(e).splitlines() if line.strip())
-
-
-def make_task_runner(*, cpu: bool) -> Any:
-    """The Ray actor that builds the trainer and runs it."""
-    import ray
-    from verl.trainer.main_ppo_v0 import BaseTaskRunner
-
-    class OPDTaskRunner(BaseTaskRunner):
-        """verl's task runner with our trainer, our worker, and no reference model."""
-
-        def add_actor_rollout_worker(self, config: DictConfig) -> tuple[Any, Any]:
-            # verl would map Role.ActorRolloutRef here, since use_kl_loss is on: a second copy of the student
-            from verl.single_controller.ray import RayWorkerGroup
-            from verl.trainer.ppo.ray_trainer import Role
-
-            from opd.worker import OPDWorker
-
-            worker: type[OPDWorker] = OPDWorker
-            if cpu:
-                from opd.cpu.worker import CpuWorker
-
-                worker = CpuWorker
-            self.role_worker_mapping[Role.ActorRollout] = ray.remote(worker)
-            self.mapping[Role.ActorRollout] = "global_pool"
-            return worker, RayWorkerGroup
-
-        def run(self, config: DictConfig) -> None:
-            from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic
-            from verl.utils.config import omega_conf_to_dataclass, validate_config
-            from verl.utils.dataset.rl_dataset import collate_fn
-
-            from opd.trainer import OPDTrainer
-
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-            OmegaConf.resolve(config)
-            teacher = shake_hands(config)
-            _, worker_group = self.add_actor_rollout_worker(config)
-            if need_critic(config):
-                self.add_critic_worker(config)
-            self.add_reward_model_resource_pool(config)
-            validate_config(config=config, use_reference_policy=False, use_critic=need_critic(config))
-
-            model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-            data = config.data
-            train = create_rl_dataset(
-                data.train_files,
-                data,
-                model.tokenizer,
-                model.processor,
-                is_train=True,
-                max_samples=data.get("train_max_samples", -1),
-            )
-            val = create_rl_dataset(
-                data.val_files,
-                data,
-                model.tokenizer,
-                model.processor,
-                is_train=False,
-                max_samples=data.get("val_max_samples", -1),
-            )
-            trainer = OPDTrainer(
-                config=config,
-                tokenizer=model.tokenizer,
-                processor=model.processor,
-                role_worker_mapping=self.role_worker_mapping,
-                resource_pool_manager=self.init_resource_pool_mgr(config),
-                ray_worker_group_cls=worker_group,
-                train_dataset=train,
-                val_dataset=val,
-                collate_fn=collate_fn,
-                train_sampler=create_rl_sampler(data, train),
-            )
-            trainer.teacher = teacher
-            trainer.ref_in_actor = True  # before init_workers: no reference model is loaded
-            trainer.init_workers()
-            trainer.fit()
-
-    return ray.remote(OPDTaskRunner)
-
-
-def shake_hands(config: DictConfig) -> Any:
-    """Wait for the teacher, check it against the student, and return it as a TeacherReference."""
-    from opd.client import TeacherClient
-    from opd.handshake import check_teacher, read_student
-    from opd.reference import TeacherReference
-
-    rollout = config.actor_rollout_ref.rollout
-    student = read_student(
-        config.actor_rollout_ref.model.path,
-        max_length=config.data.max_prompt_length + config.data.max_response_length,
-        temperature=float(rollout.temperature),
-    )
-    client = TeacherClient(addresses(config.teacher), max_tokens_per_request=config.teacher.max_tokens_per_request)
-    check_teacher(client.wait_until_ready(config.teacher.ready_timeout_s), student)
-    return TeacherReference(client, config.teacher, temperature=student.temperature)
 
 
 def run(config: DictConfig, *, cpu: bool) -> None:
@@ -159,7 +82,7 @@ def run(config: DictConfig, *, cpu: bool) -> None:
     # Every Ray process imports this package, wherever it starts.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     try:
-        run_ppo(config, task_runner_class=make_task_runner(cpu=cpu))
+        run_ppo(config, task_runner_class=make_task_runner(config, cpu=cpu))
     except ray.exceptions.RayTaskError as e:
         cause = e.cause
         if isinstance(cause, OPDError):
@@ -193,6 +116,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU if there is one"
     )
     parser.add_argument(
+        "--trainer",
+        choices=TRAINERS,
+        default="v0",
+        help="which of verl's trainers: v0, or a mode of its V1 trainer [v0]",
+    )
+    parser.add_argument(
         "--run-dir",
         type=Path,
         help="where config.yaml, metrics.jsonl and checkpoints/ go",
@@ -219,12 +148,12 @@ def main(argv: list[str] | None = None) -> int:
         if cpu:
             import opd.cpu  # noqa: F401  registers the platform, before verl is imported
         run_dir = [] if args.run_dir is None else [f"trainer.default_local_dir={args.run_dir.resolve()}/checkpoints"]
-        config = compose(args.recipe, [*run_dir, *args.overrides], cpu=cpu)
+        config = compose(args.recipe, [*run_dir, *args.overrides], cpu=cpu, trainer=args.trainer)
         check(config)
         if args.print_config:
             print(OmegaConf.to_yaml(config))
             return 0
-        check_verl()
+        check_verl(v1=config.trainer.use_v1)
         args.run_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, args.run_dir / "config.yaml", resolve=True)
         # verl's "file" logger; the Ray processes of a local cluster inherit it

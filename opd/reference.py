@@ -2,23 +2,34 @@
 
 Both trainers call this; it knows neither verl nor torch.
 
-Shapes: B rows, P prompt columns, R response columns, S = P + R.
+Shapes: B rows, P prompt columns, R response columns, S = P + R, K top-k.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opd import kl
-from opd.align import to_padded, to_rows
-from opd.client import TeacherClient
-from opd.errors import TeacherError
+from opd.align import to_padded, to_rows, topk_to_padded
+from opd.client import Scores, TeacherClient
+from opd.errors import ConfigError, TeacherError
+from opd.loss.schedule import Coefficient
+from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
 
 logger = logging.getLogger(__name__)
+
+K3_DEAD_ALARM = 0.05  # share of tokens without a gradient from which on k3 is complained about
+
+
+class TeacherValues(NamedTuple):
+    """What a step's batch gets from the teacher."""
+
+    columns: dict[str, np.ndarray]  # ref_log_prob [B, R], the loss [B, 5]; for a top-k loss ids, log-probs [B, R, K]
+    metrics: dict[str, float]
 
 
 class TeacherReference:
@@ -28,31 +39,44 @@ class TeacherReference:
         client: has passed `wait_until_ready`.
         config: the `teacher` block of the configuration.
         temperature: of the rollout; the teacher's logits are divided by it, as the student's are.
+        loss: what the values are for (opd/config.py teacher_loss); verl's KL loss at a coefficient of 1 by default.
+
+    Raises:
+        ConfigError: a larger top-k than this teacher gives.
     """
 
-    def __init__(self, client: TeacherClient, config: Any, *, temperature: float = 1.0):
+    def __init__(
+        self, client: TeacherClient, config: Any, *, temperature: float = 1.0, loss: TeacherLoss | None = None
+    ):
         self.client = client
         self.config = config
         self.temperature = temperature
-        self.vocab_size = client.wait_until_ready(config.ready_timeout_s).vocab_size
+        self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
+        self.complained = False
+        model = client.wait_until_ready(config.ready_timeout_s)
+        self.vocab_size = model.vocab_size
+        if self.loss.settings.topk > model.max_topk:
+            raise ConfigError(
+                f"teacher.topk={self.loss.settings.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
+                "most; lower it, or start the teacher with a larger --max-topk"
+            )
 
-    def ref_log_prob(
+    def values(
         self,
         *,
         input_ids_BS: Any,
         attention_mask_BS: Any,
         response_mask_BR: Any,
         old_log_probs_BR: Any,
-    ) -> tuple[np.ndarray, dict[str, float]]:
+        step: int,
+    ) -> TeacherValues:
         """Score a batch.
 
         Args:
             input_ids_BS, attention_mask_BS: prompt left-padded, response right-padded.
             response_mask_BR: 1 on the tokens that the student sampled and that the loss counts.
             old_log_probs_BR: the student's own, what padding and neutralised rows are filled with.
-
-        Returns:
-            float32 [B, R], and the metrics of this batch.
+            step: verl's global step, counted from 1.
 
         Raises:
             TeacherError: no value for a row under on_row_error=raise, too many such rows under neutral, no teacher
@@ -66,6 +90,7 @@ class TeacherReference:
         scores = self.client.score(
             batch.rows,
             batch.starts,
+            topk=self.loss.settings.topk,
             temperature=self.temperature,
             timeout_s=self.config.timeout_s,
             return_row_errors=neutral_allowed,
@@ -84,6 +109,11 @@ class TeacherReference:
             "opd/retries": float(scores.stats.retries),
             "opd/neutral_rows": float(len(neutral_rows)),
         }
+        columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))}
+        columns |= self._topk_columns(scores, batch.response_lengths, counts_BR, metrics)
+        if "opd/reverse_kl_k1" in metrics:
+            self.loss.coefficient.observe(metrics["opd/reverse_kl_k1"])
+        self._complain_about_k3(metrics.get("opd/k3_dead_fraction", 0.0))
         logger.info(
             "teacher scored %d rows, %d tokens in %.2f s (%d retries, %d neutral rows), reverse KL %.4f",
             len(batch.rows),
@@ -93,7 +123,37 @@ class TeacherReference:
             len(neutral_rows),
             metrics.get("opd/reverse_kl_k1", float("nan")),
         )
-        return ref_BR, metrics
+        return TeacherValues(columns, metrics)
+
+    def _topk_columns(
+        self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]
+    ) -> dict[str, np.ndarray]:
+        if scores.topk_ids is None or scores.topk_logprobs is None:
+            return {}
+        ids_BRK, logprobs_BRK = topk_to_padded(
+            scores.topk_ids,
+            scores.topk_logprobs,
+            response_lengths,
+            width=counts_BR.shape[1],
+            topk=self.loss.settings.topk,
+        )
+        if counts_BR.any():
+            metrics["opd/teacher_mass"] = float(np.exp(logprobs_BRK[counts_BR]).sum(-1).mean())
+        return {TOPK_IDS: ids_BRK, TOPK_LOGPROBS: logprobs_BRK}
+
+    def _complain_about_k3(self, dead_fraction: float) -> None:
+        """Once in a run."""
+        loss = self.loss
+        if self.complained or loss.settings.name != SAMPLED or loss.kl_type not in ("k3", "low_var_kl"):
+            return
+        if dead_fraction > K3_DEAD_ALARM:
+            self.complained = True
+            logger.warning(
+                "%.0f %% of the tokens have no gradient under kl_loss_type=%s: they are the ones on which student and "
+                "teacher differ most (opd/k3_dead_fraction). KL_TYPE=k3+ has the same value and the gradient of the KL",
+                100 * dead_fraction,
+                loss.kl_type,
+            )
 
     def _refuse_too_many(self, row_errors: list, num_rows: int) -> None:
         limit = self.config.max_neutral_fraction

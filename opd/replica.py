@@ -32,6 +32,8 @@ from opd.wire import (
     Reply,
     Request,
     ServerInfo,
+    SleepRequest,
+    WakeRequest,
     clip,
     decode_reply,
     encode_request,
@@ -128,6 +130,9 @@ class Replica:
         self.busy = ""  # why, if it said so
         self.refused = ""  # set when it is no teacher, or not one for us: a setting is wrong
         self.generation = 0  # answers to info or ping so far
+        self.order: type[SleepRequest] | type[WakeRequest] | None = None  # to be sent in place of the next ping,
+        self.order_refused = ("", "")  # and why it was refused: code and message
+        self._order_sent = False  # the outstanding ping is the order
         self._context, self._client_name, self._timing, self._backoff = context, client_name, timing, backoff
         self._accept = accept  # checks a model against the pinned one; raises TeacherMismatch
         self._faults_in_a_row = 0
@@ -272,7 +277,10 @@ class Replica:
         if now >= self._ping_at:
             request_id = new_id()
             request: Request
-            if self.up:
+            self._order_sent = self.order is not None
+            if self.order is not None:
+                request = self.order(id=request_id, client=self._client_name)
+            elif self.up:
                 request = PingRequest(id=request_id, client=self._client_name)
             else:
                 request = InfoRequest(id=request_id, client=self._client_name)
@@ -356,6 +364,10 @@ class Replica:
         now = time.monotonic()
         self._ping_at = now + self._timing.ask_every_s
         info = reply.info
+        if self._order_sent and reply.status == "ok":
+            self.order = None
+        elif self._order_sent and not reply.retryable:
+            self.order_refused = (clip(reply.code), clip(reply.message))
         if reply.status != "ok" or info is None:
             self.up = False
             self._note(f"answers {reply.status}: {clip(reply.message)} [{clip(reply.code)}]")

@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--insecure", action="store_true", help="serve on the nodes' addresses: no keys, no encryption, closed networks"
     )
+    add("--metrics-port", type=_positive, default=None, help="replica i answers /metrics on this port + i; None: off")
     add("--address-file", type=Path, default=None, help="file with the addresses, rewritten when one changes")
     add("--silent-s", type=float, default=30.0, help="a server that answers nothing for so long is started again")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr")
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 size=size,
                 server_arguments=server_arguments,
                 base_port=args.base_port,
+                metrics_port=args.metrics_port,
                 loopback=loopback,
                 silent_s=args.silent_s,
                 grace_s=drain_s + 2.0,

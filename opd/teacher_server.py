@@ -59,9 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-rows", type=_positive, default=limits.max_rows, help="rows in one request")
     add("--max-queued-tokens", type=_positive, default=1 << 25, help="above it clients are told to come back later")
     add("--max-queued-reply-bytes", type=_positive, default=1 << 30, help="the same for the memory of replies")
+    add("--cache-mb", type=_not_negative, default=256, help="memory for values to answer again without scoring; 0: off")
     add("--worker-timeout-s", type=float, default=600.0, help="a batch without progress for so long: worker restarts")
     add("--load-timeout-s", type=float, default=1800.0, help="longest time to load the model")
     add("--max-start-failures", type=_positive, default=3, help="failed starts in a row before the server gives up")
+    add("--metrics-port", type=int, default=None, help="HTTP port for /metrics and /healthz; 0: a free one; None: off")
+    add("--metrics-host", default="127.0.0.1", help="address for it; what it shows can be read without a password")
     add("--drain-s", type=float, default=30.0, help="after SIGTERM: longest time to finish what was accepted")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr")
     return parser
@@ -75,13 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_reach(args.bind, insecure=args.insecure)
         front = Front(options_from(args), on_ready=_say_ready)
         address = front.bind()
+        metrics = _metrics(args, front)
         if args.insecure:
             logging.warning("--insecure: whoever can reach %s can use this teacher", address)
         _say(f"teacher listening at {address}, loading {args.model}")
-        return front.run()
+        with metrics:
+            return front.run()
     except (ConfigError, EngineFailed) as e:
         print(f"teacher_server: error: {e}", file=sys.stderr, flush=True)
         return 2 if isinstance(e, ConfigError) or e.config else 1
+
+
+def _metrics(args: argparse.Namespace, front: Front) -> contextlib.AbstractContextManager[object]:
+    """Take the port of /metrics, if one is wanted; it is answered while the context is entered."""
+    if args.metrics_port is None:
+        return contextlib.nullcontext()
+    from opd.serving.metrics import MetricsServer  # its library costs a tenth of a second and a few megabytes
+
+    server = MetricsServer(args.metrics_host, args.metrics_port, front.counts, front.info)
+    _say(f"metrics at {server.url}")
+    return server
 
 
 def options_from(args: argparse.Namespace) -> Options:
@@ -116,6 +132,7 @@ def options_from(args: argparse.Namespace) -> Options:
         max_queued_tokens=args.max_queued_tokens,
         max_queued_reply_bytes=args.max_queued_reply_bytes,
         drain_s=args.drain_s,
+        cache_bytes=args.cache_mb << 20,
     )
 
 
@@ -158,6 +175,13 @@ def _say_ready(address: str, info: ModelInfo, seconds: float) -> None:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody listens, which is no reason to stop
         print(line, flush=True)
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -10,6 +10,8 @@ Shapes: B rows, P prompt columns, R response columns, S = P + R.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -28,12 +30,12 @@ class OPDTrainer(RayPPOTrainer):
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         data = batch.batch
-        ref_log_prob_BR, metrics = self.teacher.ref_log_prob(
+        values = self.teacher.values(
             input_ids_BS=data["input_ids"].numpy(),
             attention_mask_BS=data["attention_mask"].numpy(),
             response_mask_BR=data["response_mask"].numpy(),
             old_log_probs_BR=data["old_log_probs"].numpy(),
+            step=self.global_steps,
         )
-        return DataProto.from_single_dict(
-            {"ref_log_prob": torch.from_numpy(ref_log_prob_BR)}, meta_info={METRICS_KEY: metrics}
-        )
+        columns: dict[str, Any] = {name: torch.from_numpy(column) for name, column in values.columns.items()}
+        return DataProto.from_single_dict(columns, meta_info={METRICS_KEY: values.metrics})

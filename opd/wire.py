@@ -29,8 +29,10 @@ MAX_TEXT = 512  # characters in any string of a message: peers' strings end up i
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
+Total: TypeAlias = Annotated[float, Meta(ge=0)]
 Status: TypeAlias = Literal["ok", "error", "busy", "draining", "expired"]
-State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed"]
+# draining: it takes no new requests, since it ends or goes to sleep; sleeping: its accelerator's memory is free
+State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "sleeping", "failed"]
 _Array = TypeVar("_Array", bound=np.generic)
 
 
@@ -57,8 +59,30 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_rows: Count = 65_536
 
 
+class Counters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server counted since its start; the difference of two answers gives rates and means."""
+
+    uptime_s: Total
+    replies: Annotated[dict[Text, int], Meta(max_length=128)]  # by status; without answers to info and ping
+    errors: Annotated[dict[Text, int], Meta(max_length=128)]  # by code, of whole requests
+    row_errors: Annotated[dict[Text, int], Meta(max_length=128)]  # by code, of single rows
+    batches: int
+    rows: int  # in those batches
+    tokens: int  # in those batches: ids of prompts and responses
+    score_s: Total  # sum over those batches
+    scored_requests: int  # answered with values that the worker computed
+    queue_s: Total  # sum over those requests, from arrival to worker
+    request_s: Total  # the same, from arrival to reply
+    queued_requests: int  # now: waiting or being scored
+    worker_restarts: int
+    undeliverable: int  # replies whose peer was gone or did not read
+    dropped: int  # messages without an envelope
+    cache_hits: int | None = None  # rows; None: this server keeps no results
+    cache_misses: int | None = None
+
+
 class ServerInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answer to `info` and `ping`. `model` is None until the worker has loaded it once."""
+    """Answer to `info`, `ping`, `sleep` and `wake`. `model` is None until the worker has loaded it once."""
 
     state: State
     detail: Text  # one sentence for people: what it is doing, or why it failed
@@ -67,6 +91,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelInfo | None = None
     worker_age_ms: Count = 0  # since the worker's last sign of life
     queued_tokens: Count = 0
+    counters: Counters | None = None  # None: the server does not say
 
 
 class Expect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,9 +115,15 @@ class PingRequest(_Request, tag="ping"):
     """Are you well?"""
 
 
-class ScoreRequest(_Request, tag="score"):
-    """Score these rows."""
+class SleepRequest(_Request, tag="sleep"):
+    """Answer what you hold, then free the accelerator's memory. Answered at once; `info` tells when it is done."""
 
+
+class WakeRequest(_Request, tag="wake"):
+    """Take the memory back. Answered at once; `info` tells when it is done."""
+
+
+class _RowsRequest(_Request):
     budget_ms: Count  # time left when it was sent: relative, since wall clocks differ
     lengths: memoryview  # int32 [n], prompt + response
     starts: memoryview  # int32 [n], first scored position of each row, 1 <= start <= length
@@ -102,7 +133,19 @@ class ScoreRequest(_Request, tag="score"):
     expect: Expect | None = None
 
 
-Request: TypeAlias = InfoRequest | PingRequest | ScoreRequest
+class ScoreRequest(_RowsRequest, tag="score"):
+    """Score these rows."""
+
+
+class PrefetchRequest(_RowsRequest, tag="prefetch"):
+    """Score these rows when nobody waits, and keep the values for a `score` of the same rows to come.
+
+    Answered at once and without values: ok (it will be tried, while the budget lasts) or busy. A promise of nothing:
+    values that were not computed or not kept are computed when they are asked for.
+    """
+
+
+Request: TypeAlias = InfoRequest | PingRequest | ScoreRequest | PrefetchRequest | SleepRequest | WakeRequest
 
 
 class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +160,7 @@ class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
     message: Text = ""
     retryable: bool = False
     retry_after_ms: Count = 0
-    # info and ping
+    # info, ping, sleep and wake
     info: ServerInfo | None = None
     # score
     model: Text = ""
@@ -128,6 +171,7 @@ class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
     ids_digest: bytes = b""  # digest() of the question that was answered
     queue_ms: float = 0.0
     score_ms: float = 0.0
+    cached_rows: Count = 0  # whose values were computed for an earlier request
 
 
 TOPK_FRAMES = ("topk_ids", "topk_logprobs")  # int32 [N, K], float32 [N, K]
@@ -149,9 +193,9 @@ def _no_extensions(code: int, data: memoryview) -> Any:
 
 
 _head_decoder = msgspec.msgpack.Decoder(_Head, ext_hook=_no_extensions)
-_request_decoder = msgspec.msgpack.Decoder(InfoRequest | PingRequest | ScoreRequest, ext_hook=_no_extensions)
+_request_decoder = msgspec.msgpack.Decoder(Request, ext_hook=_no_extensions)
 _reply_decoder = msgspec.msgpack.Decoder(Reply, ext_hook=_no_extensions)
-_OPS = ("score", "info", "ping")
+_OPS = ("score", "info", "ping", "prefetch", "sleep", "wake")
 
 
 def new_id() -> bytes:
@@ -276,7 +320,7 @@ class Question(Struct, frozen=True):
         return np.where(valid, self.lengths.astype(np.int64) - self.starts, 0)
 
 
-def unpack(request: ScoreRequest, limits: Limits) -> Question:
+def unpack(request: ScoreRequest | PrefetchRequest, limits: Limits) -> Question:
     """View the arrays of a request and check that they belong together.
 
     Raises:
@@ -301,6 +345,25 @@ def unpack(request: ScoreRequest, limits: Limits) -> Question:
             "limit", f"the reply would have {reply_bytes} bytes; this server sends {limits.max_reply_bytes} at most"
         )
     return question
+
+
+def check_model(request: ScoreRequest | PrefetchRequest, model: ModelInfo) -> None:
+    """What a request asks of the model as a whole.
+
+    Raises:
+        WireError: code model_mismatch, limit or temperature.
+    """
+    if request.expect is not None:
+        for name in ("model", "tokenizer"):
+            want, have = getattr(request.expect, name), getattr(model, name)
+            if want != have:
+                message = f"the client expects the {name} {clip(want)!r}, this teacher has {have!r}"
+                raise WireError("model_mismatch", message)
+    if request.topk > model.max_topk:
+        raise WireError("limit", f"topk {request.topk} is above this teacher's {model.max_topk}")
+    if request.temperature != 1.0 and not model.temperature:
+        message = f"this teacher's backend {model.backend} scores at temperature 1 only, not {request.temperature:g}"
+        raise WireError("temperature", message)
 
 
 def check_rows(question: Question, model: ModelInfo) -> list[RowError]:

@@ -65,6 +65,7 @@ class FakeTeacher:
         self.max_topk, self.temperature = max_topk, temperature
         self.requests: list[tuple[wire.ScoreRequest, wire.Question]] = []
         self.asked = 0  # info and ping
+        self.prefetched: list[tuple[wire.PrefetchRequest, wire.Question]] = []
         self.paused = False  # alive for TCP and ZMTP, dead for everybody else
         self.raw_info: list[bytes] | None = None  # sent instead of an answer to info
         self._stop = threading.Event()
@@ -151,6 +152,10 @@ class FakeTeacher:
                 self.on_score(self, envelope, request, question)
                 continue
             self.asked += 1
+            if isinstance(request, wire.PrefetchRequest):
+                self.prefetched.append((request, wire.unpack(request, wire.Limits())))
+            elif isinstance(request, wire.SleepRequest | wire.WakeRequest):
+                self.state = "sleeping" if isinstance(request, wire.SleepRequest) else "ready"
             if self.raw_info is not None:
                 self.send(envelope, self.raw_info)
             else:

@@ -828,6 +828,81 @@ def test_a_killed_server_that_is_started_again_answers_the_same_call(teacher_ser
             client.score(bad, [10, 10, 10, 10, 1], timeout_s=20)
 
 
+# ------------------------------------------------------------------------------------------------ prefetch and sleep
+
+
+def prompts_of(requests):
+    return {row[:start].tobytes() for _, q in requests for row, start in zip(q.rows(), q.starts, strict=True)}
+
+
+def test_a_prefetch_asks_what_the_score_will_ask_and_of_the_same_replica():
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3000, 4000, length).astype(np.int32) for length in (4, 6, 8, 5, 7)]
+    rows = [np.concatenate([p, rng.integers(3000, 4000, 3).astype(np.int32)]) for p in prompts for _ in range(4)]
+    starts = [len(p) for p in prompts for _ in range(4)]
+    with FakeTeacher() as a, FakeTeacher() as b, client_of(a, b, max_tokens_per_request=30) as client:
+        client.wait_until_ready(10)
+        assert client.prefetch(rows, starts, topk=2, temperature=0.5, keep_s=30.0) == 20
+        order = rng.permutation(20)
+        for _ in range(2):
+            scores = client.score([rows[i] for i in order], [starts[i] for i in order], topk=2, temperature=0.5)
+            assert_honest(scores, [rows[i] for i in order], [starts[i] for i in order])
+        for teacher in (a, b):
+            assert prompts_of(teacher.prefetched) == prompts_of(teacher.requests) != set()
+        request, _ = a.prefetched[0]
+        assert (request.topk, request.temperature, request.budget_ms) == (2, 0.5, 30_000)
+        assert request.expect == wire.Expect(model="model-1", tokenizer="tokenizer-1")
+
+
+def test_a_prefetch_leaves_out_replicas_that_are_down_and_a_score_does_not_wait_for_them():
+    rows, starts = default_rows(8, seed=6)
+    with FakeTeacher() as a, FakeTeacher() as b, client_of(a, b) as client:
+        client.wait_until_ready(10)
+        assert client.prefetch(rows, starts) == 8
+        a.stop()
+        assert_honest(client.score(rows, starts, timeout_s=20), rows, starts)
+        assert client.prefetch(rows, starts) == 8
+        assert prompts_of(b.prefetched) == {row[:start].tobytes() for row, start in zip(rows, starts, strict=True)}
+
+
+def test_a_prefetch_that_nobody_answers_ends_in_time_and_takes_nothing():
+    rows, starts = default_rows(4)
+    with FakeTeacher() as teacher, client_of(teacher) as client:
+        client.wait_until_ready(10)
+        teacher.paused = True
+        began = time.monotonic()
+        assert client.prefetch(rows, starts, timeout_s=0.3) == 0
+        assert time.monotonic() - began < 1.5
+
+
+def test_sleep_and_wake_reach_every_replica_and_a_score_waits_for_the_second():
+    rows, starts = default_rows(6)
+    with FakeTeacher() as a, FakeTeacher() as b, client_of(a, b) as client:
+        client.sleep(timeout_s=10)
+        assert (a.state, b.state) == ("sleeping", "sleeping")
+        with pytest.raises(TeacherUnavailable, match="sleeping"):
+            client.score(rows, starts, timeout_s=0.3)
+        assert not a.requests and not b.requests
+        client.wake(10)
+        assert (a.state, b.state) == ("ready", "ready")
+        assert_honest(client.score(rows, starts), rows, starts)
+
+
+def test_a_teacher_that_was_put_to_sleep_by_another_client_is_left_for_its_replica():
+    def sleepy(fake, envelope, request, question):
+        fake.state = "sleeping"
+        fake.refuse(envelope, request, "busy", code="sleeping", retryable=True, retry_after_ms=10)
+
+    rows, starts = default_rows(6)
+    with FakeTeacher(sleepy) as a, FakeTeacher() as b, client_of(a, b) as client:
+        client.wait_until_ready(10)
+        assert_honest(client.score(rows, starts), rows, starts)
+        asked = len(a.requests)
+        for _ in range(2):
+            assert_honest(client.score(rows, starts), rows, starts)
+        assert len(a.requests) == asked > 0
+
+
 # ------------------------------------------------------------------------------------------------ processes, threads
 
 

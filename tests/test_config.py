@@ -6,8 +6,9 @@ import pytest
 from conftest import ROOT
 
 import opd.cpu  # noqa: F401  before verl
-from opd.config import addresses, check, check_verl
+from opd.config import addresses, check, check_verl, teacher_loss
 from opd.errors import ConfigError
+from opd.loss.settings import LossSettings
 from opd.main_opd import compose
 
 PATHS = [
@@ -19,8 +20,8 @@ PATHS = [
 ]
 
 
-def composed(*overrides: str, recipe: str = "digits", cpu: bool = True):
-    return compose(ROOT / "recipe" / recipe, [*PATHS, *overrides], cpu=cpu)
+def composed(*overrides: str, recipe: str = "digits", cpu: bool = True, trainer: str = "v0"):
+    return compose(ROOT / "recipe" / recipe, [*PATHS, *overrides], cpu=cpu, trainer=trainer)
 
 
 @pytest.mark.parametrize("recipe, cpu", [("digits", True), ("digits", False), ("gsm8k", False)])
@@ -92,3 +93,59 @@ def test_a_folder_without_a_configuration_is_no_recipe(capsys, tmp_path: Path):
 
     assert main(["--recipe", str(tmp_path), "--print-config"]) == 1
     assert "has no config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["teacher.loss=kl"], "teacher.loss=kl is unknown; use one of sampled, policy_gradient"),
+        (["algorithm.use_kl_in_reward=true"], "count the teacher twice"),
+        (["teacher.loss=policy_gradient", "algorithm.use_kl_in_reward=true"], "count the teacher twice"),
+        (["distillation.enabled=true"], "verl's own teacher beside this one"),
+        (["teacher.loss=jsd_topk", "teacher.topk=0"], "topk=0 must be positive"),
+        (["teacher.loss=jsd_topk", "teacher.jsd_beta=1"], "use forward_kl_topk or reverse_kl_topk"),
+        (["teacher.loss=reverse_kl_topk", "teacher.tail=false"], "out of the teacher's top-k"),
+        (["teacher.loss=jsd_topk", "actor_rollout_ref.actor.strategy=megatron"], "fsdp or fsdp2, not megatron"),
+        (["teacher.loss=jsd_topk", "actor_rollout_ref.model.use_fused_kernels=true"], "no logits"),
+        (["teacher.coef_schedule=step"], "coef_schedule=step is unknown"),
+        (["teacher.coef_schedule=linear", "trainer.total_training_steps=null"], "set teacher.coef_steps"),
+        (["teacher.coef_schedule=cosine", "teacher.coef_end=-1"], "away from its teacher"),
+        (["teacher.coef_schedule=adaptive"], "target_kl=None nats per token: both must be above 0"),
+        (["algorithm.adv_estimator=opd", "actor_rollout_ref.actor.kl_loss_coef=0"], "nothing would train"),
+    ],
+)
+def test_losses_that_make_no_sense_are_refused_with_the_reason(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        check(composed(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, expected, schedule",
+    [
+        ([], LossSettings(), [1.0, 1.0]),
+        (["teacher.loss=policy_gradient", "algorithm.adv_estimator=opd"], LossSettings("policy_gradient"), [1.0, 1.0]),
+        (
+            ["teacher.loss=forward_kl_topk", "teacher.tail=false"],
+            LossSettings("forward_kl_topk", topk=32, tail=False),
+            [1],
+        ),
+        (["teacher.loss=jsd_topk", "teacher.jsd_beta=0.1"], LossSettings("jsd_topk", topk=32, beta=0.1), [1.0]),
+        (
+            ["teacher.loss=jsd_topk", "actor_rollout_ref.actor.kl_loss_type=k1"],
+            LossSettings("jsd_topk", topk=32),
+            [1.0],
+        ),
+        (["teacher.coef_schedule=linear", "trainer.total_training_steps=3"], LossSettings(), [1.0, 0.5, 0.0, 0.0]),
+        (
+            ["teacher.coef_schedule=linear", "teacher.coef_steps=2", "teacher.coef_end=2"],
+            LossSettings(),
+            [1.0, 2.0, 2.0],
+        ),
+    ],
+)
+def test_losses_come_out_of_the_configuration(overrides, expected, schedule):
+    config = composed(*overrides)
+    check(config)
+    loss = teacher_loss(config)
+    assert loss.settings == expected
+    assert [loss.at(step).coef for step in range(1, len(schedule) + 1)] == schedule

@@ -24,6 +24,8 @@ KNOBS = (
     "SEED",
     "RUN_DIR",
     "TEACHER_ARGS",
+    "TEACHER_REPLICAS",
+    "TRAINER",
 )
 SMALL = ["data.train_batch_size=8", "data.val_max_samples=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
 

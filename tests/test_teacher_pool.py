@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,11 @@ def test_replicas_survive_the_loss_of_an_actor_and_of_a_node(
     cluster: Cluster, start_pool: Callable[..., PoolProcess]
 ) -> None:
     """They start on different nodes; a call under way is answered all the same, and both replicas are there again."""
-    pool = start_pool(model="oracle:us_per_token=1000", cluster=cluster)
+    metrics = free_ports(2)
+    pool = start_pool("--metrics-port", str(metrics), model="oracle:us_per_token=1000", cluster=cluster)
     addresses = pool.addresses()
+    for port in (metrics, metrics + 1):
+        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10).status == 200
     assert addresses == [f"tcp://127.0.0.1:{pool.base_port + index}" for index in range(2)]
     assert pool.address_file.read_text().strip() == ",".join(addresses)
     places = {replica: (name, int(pid)) for replica, name, pid in pool.places()}

@@ -207,6 +207,122 @@ def test_our_client_answers_what_agent_loops_call():
         assert used == {"generate"}, f"{module.__name__} uses {sorted(used)} of its client"
 
 
+# V1 trainers (opd/trainer_v1.py; its own hooks are in tests/test_trainer_v1.py)
+
+
+def test_v1_stores_what_the_override_reads_and_writes():
+    """Jagged rows of `responses`' length under these names, and a tag on the rows that fill a batch up."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+    from verl.trainer.ppo import padding_utils
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.workers.utils.losses import ppo_loss
+
+    stored = inspect.getsource(AgentLoopOutput.as_dict)
+    for name in ("prompts", "responses", "response_mask"):
+        assert f'output["{name}"] = torch.tensor(' in stored, f"an agent loop's output no longer has {name}"
+    old = inspect.getsource(PPOTrainer._compute_old_log_prob)
+    assert 'data["old_log_probs"] = response_from_nested(data.pop("log_probs"), data["response_mask"])' in old
+    own = inspect.getsource(PPOTrainer._compute_ref_log_prob)
+    assert 'data["ref_log_prob"] = response_from_nested(data.pop("log_probs"), data["response_mask"])' in own
+    assert "is_padding=True" in inspect.getsource(padding_utils.construct_minimal_padding_template)
+    assert 'tag.get("is_padding", False)' in inspect.getsource(PPOTrainer._compute_metrics)
+    assert 'data["ref_log_prob"]' in inspect.getsource(ppo_loss)
+
+
+def test_v1_keeps_a_trainers_settings_under_verls_name_of_its_mode():
+    """So the configuration has to say `sync`, not `opd_sync`: another name gets other settings and another buffer."""
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    assert "trainer.v1.get(self.trainer_mode, {})" in inspect.getsource(PPOTrainer.__init__)
+    assert 'self.trainer_mode == "sync"' in inspect.getsource(PPOTrainer._build_replay_buffer)
+
+
+# Losses (opd/loss/in_verl.py)
+
+
+def test_advantage_estimators_get_no_log_probs():
+    """Why the teacher's advantage is not an estimator's. If this fails, it may become one: read compute_advantage."""
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    source = inspect.getsource(compute_advantage)
+    handed = set(re.findall(r'adv_kwargs\["(\w+)"\]', source)) | set(re.findall(r'^ +"(\w+)": ', source, re.MULTILINE))
+    assert {"token_level_rewards", "response_mask", "config", "index"} <= handed
+    assert "ref_log_prob" not in source
+    assert "core_algos.get_adv_estimator_fn(adv_estimator)" in source
+
+
+def test_v1_knows_several_outputs_of_a_loop_only_for_the_estimator_grpo_and_delegates_the_others():
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    source = inspect.getsource(compute_advantage_for_multi_trajectories)
+    assert "if adv_estimator != core_algos.AdvantageEstimator.GRPO:\n        return compute_advantage(" in source
+
+
+def test_columns_of_the_batch_reach_the_worker_and_its_meta_information_only_in_v0():
+    """V0 sends the whole batch; V1 fetches all fields that TransferQueue has, by keys that forget their extra_info."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    assert "batch_td = batch.to_tensordict()" in inspect.getsource(RayPPOTrainer._update_actor)
+    assert "return batch" in inspect.getsource(PPOTrainer._compute_advantage)
+    assert "batch = tq.kv_batch_put(" in inspect.getsource(PPOTrainer._compute_advantage)
+    assert "extra_info" not in _parameters(tq.kv_batch_put)
+
+
+def test_the_actors_loss_can_be_set_and_reads_these_names():
+    """ppo_loss takes its KL term, coefficient and policy loss from its config, and everything else from the batch."""
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.losses import ppo_loss
+
+    assert _parameters(TrainingWorker.set_loss_fn) == ["self", "loss_fn"]
+    assert "loss_function=self.loss_fn" in inspect.getsource(TrainingWorker.train_batch)
+    _assert_takes(ppo_loss, "config", "model_output", "data", "dp_group")
+    source = inspect.getsource(ppo_loss)
+    for words in (
+        "if config.use_kl_loss:",
+        "* config.kl_loss_coef",
+        'data["advantages"]',
+        "get_policy_loss_fn(loss_mode)",
+    ):
+        assert words in source, f"verl's ppo_loss no longer has {words!r}"
+
+
+def test_the_fsdp_engine_hands_its_logits_to_the_loss_when_the_batch_says_so():
+    """As values [1, tokens] that come back in model_output: without remove_padding, and twice with it."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    source = inspect.getsource(FSDPEngineWithLMHead.prepare_model_outputs)
+    assert 'key="distillation_use_topk", default=False' in source
+    call = "outputs = logits_processor_func(student_logits=logits_rmpad.unsqueeze(0), data=micro_batch)"
+    assert source.count(call) == 2
+    assert source.count("model_output[k] = torch.nested.nested_tensor_from_jagged(v, cu_seqlens)") == 2
+
+
+def test_values_of_a_response_token_are_taken_from_the_position_before_it():
+    """no_padding_2_padding's shift by one, which opd.loss.in_verl.response_positions has to share."""
+    from tensordict import TensorDict
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    from opd.loss.in_verl import response_positions
+
+    attention = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])  # prompts of 2 and 3, responses of 2 and 3
+    data = TensorDict(
+        {
+            "prompts": torch.zeros(2, 3, dtype=torch.long),
+            "responses": torch.zeros(2, 3, dtype=torch.long),
+            "response_mask": attention[:, 3:],
+            "attention_mask": attention,
+            "input_ids": torch.nested.nested_tensor_from_jagged(torch.arange(10), torch.tensor([0, 4, 10])),
+        },
+        2,
+    )
+    positions, real = response_positions(data)
+    assert positions[real].tolist() == [1, 2, 6, 7, 8]
+    verls = no_padding_2_padding(torch.arange(10.0), data)
+    assert verls[real].tolist() == positions[real].tolist()
+
+
 # Settings
 
 
@@ -221,6 +337,9 @@ def test_the_overrides_compose_and_reach_their_places():
     assert omega_conf_to_dataclass(student.rollout).full_determinism is True
     assert omega_conf_to_dataclass(student.actor).fsdp_config.mixed_precision["param_dtype"] == "fp32"
     assert dict(config.ray_kwargs.ray_init.runtime_env.env_vars) == opd.cpu.ENV
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*settings.OVERRIDES, *settings.OVERRIDES_V1])
+    assert config.transfer_queue.backend.SimpleStorage.num_data_storage_units == 1
 
 
 def test_the_environment_is_set_on_import():

@@ -67,6 +67,24 @@ def test_a_ping_has_these_bytes() -> None:
     assert wire.encode_request(wire.PingRequest(id=ID, client="c")) == golden
 
 
+@pytest.mark.parametrize(("request_type", "op"), [(wire.SleepRequest, b"\xa5sleep"), (wire.WakeRequest, b"\xa4wake")])
+def test_sleep_and_wake_carry_nothing_but_their_name(request_type: type, op: bytes) -> None:
+    golden = b"\x84" + b"\xa2op" + op + b"\xa1v\x01" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
+    assert wire.encode_request(request_type(id=ID, client="c")) == golden
+    assert isinstance(wire.decode_request(golden), request_type)
+
+
+def test_a_prefetch_has_the_columns_of_a_score() -> None:
+    """The same map under another op, with the same checks."""
+    body = msgpack.packb(request_map(op="prefetch", topk=2))
+    got = wire.decode_request(body)
+    assert isinstance(got, wire.PrefetchRequest) and got.topk == 2
+    assert msgpack.unpackb(wire.encode_request(got)) == request_map(op="prefetch", topk=2, expect=None)
+    assert [row.tolist() for row in wire.unpack(got, wire.Limits()).rows()] == [[5, 6, 7], [8, 9]]
+    assert code_of(msgpack.packb(request_map(op="prefetch", temperature=0.0))) == "schema"
+    assert wire.PrefetchRequest.__struct_fields__ == wire.ScoreRequest.__struct_fields__
+
+
 def test_a_plain_msgpack_client_and_ours_send_the_same_map() -> None:
     ours = wire.ScoreRequest(
         id=ID,

@@ -69,6 +69,12 @@ OVERRIDES: list[str] = [
     "reward.num_workers=1",
 ]
 
+# For trainer.use_v1=True only.
+OVERRIDES_V1: list[str] = [
+    # Each one is a Ray process that imports torch; verl's default is 8.
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+]
+
 # For trainer.use_v1=False only: the V1 trainers have an agent loop manager of their own.
 OVERRIDES_V0: list[str] = [
     f"+{_ROLLOUT}.agent.agent_loop_manager_class=opd.cpu.agent_loop.CpuAgentLoopManager",

@@ -44,6 +44,7 @@ class Plan:
     size: Size
     server_arguments: Sequence[str]  # without --bind
     base_port: int  # replica i serves on base_port + i, wherever it is
+    metrics_port: int | None  # the same for /metrics
     loopback: bool
     silent_s: float
     grace_s: float  # for the server to drain
@@ -129,6 +130,8 @@ class Replica(threading.Thread):
             "replica %d: node %s (%s), actor %d, %s", self.index, place.node_id[:8], place.ip, place.pid, address
         )
         arguments = [*self._plan.server_arguments, "--bind", address]
+        if self._plan.metrics_port is not None:
+            arguments += ["--metrics-port", str(self._plan.metrics_port + self.index)]
         self._ask(actor.start.remote(arguments), ACTOR_PATIENCE_S, "its start")
         return address
 

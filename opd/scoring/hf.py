@@ -58,6 +58,24 @@ class HFScorer:
         self._head = head
         self._device = head.weight.device
         self._max_tokens = min(max_tokens, CPU_TOKENS) if self._device.type == "cpu" else max_tokens
+        # On a CPU nothing would be gained by moving the weights: the process is ended and loads them again.
+        self.can_sleep = self._device.type == "cuda"
+
+    def sleep(self) -> None:
+        """Move the weights to the CPU's memory, and give the GPU's back (all but the CUDA context)."""
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move them back: copies are exact, so scores are what they were."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        self._body.to(device)
+        for tensor in (self._head.weight, self._head.bias):  # not always part of the body
+            if tensor is not None:
+                tensor.data = tensor.data.to(device)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0) -> list[RowScores | RowError]:

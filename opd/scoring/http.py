@@ -154,6 +154,8 @@ def _message(answer: bytes) -> str:
 class HTTPScorer:
     """A server behind the Scorer protocol."""
 
+    no_sleep = "the model's memory belongs to the server at --url: let that one sleep"
+
     def __init__(self, connection: Connection, dialect: http_dialects.Dialect, info: ModelInfo):
         self.info = info
         self._connection = connection

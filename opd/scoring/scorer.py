@@ -56,7 +56,12 @@ class RowScores(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A model that scores rows; lives in the worker process, is called from one thread."""
+    """A model that scores rows; lives in the worker process, is called from one thread.
+
+    To free the accelerator's memory between steps the worker process is ended and later started again. A scorer that
+    can do it faster has `can_sleep = True` and two methods, `sleep()` and `wake()`, after which its values are what
+    they were; one whose memory is somewhere else has `no_sleep`, a sentence that says where.
+    """
 
     info: ModelInfo
 

@@ -9,12 +9,15 @@ Shapes: r = rows of the job in scoring order (without those that need no model),
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opd.errors import RowError
+from opd.serving.cache import row_key
 from opd.wire import Question
 
 
@@ -45,6 +48,11 @@ class Piece(NamedTuple):
     def num_values(self) -> int:
         return int(self.job.value_ends[self.hi] - self.job.value_ends[self.lo])
 
+    def without(self, rows: list[int]) -> list[Piece]:
+        """What is left when these rows, in ascending order, are taken out."""
+        bounds = [self.lo - 1, *rows, self.hi]
+        return [Piece(self.job, a + 1, b) for a, b in itertools.pairwise(bounds) if a + 1 < b]
+
     def crcs(self) -> np.ndarray:
         """crc32 of the ids of each row, uint32 [hi - lo]: the worker sends the same of what it really scored."""
         return row_crcs([self.job.row_ids(row) for row in range(self.lo, self.hi)])
@@ -56,6 +64,21 @@ class Values(NamedTuple):
     logprobs: np.ndarray  # float32 [N]
     topk_ids: np.ndarray | None  # int32 [N, K]
     topk_logprobs: np.ndarray | None  # float32 [N, K]
+
+    def part(self, where: slice) -> Values:
+        """Some positions, as views."""
+        ids, logprobs = self.topk_ids, self.topk_logprobs
+        if ids is None or logprobs is None:
+            return Values(self.logprobs[where], None, None)
+        return Values(self.logprobs[where], ids[where], logprobs[where])
+
+
+def concatenate(parts: Sequence[Values]) -> Values:
+    """One after the other; at least one, all with the same topk."""
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    ids = [part.topk_ids for part in parts if part.topk_ids is not None]
+    topk_logprobs = [part.topk_logprobs for part in parts if part.topk_logprobs is not None]
+    return Values(logprobs, np.concatenate(ids), np.concatenate(topk_logprobs)) if ids else Values(logprobs, None, None)
 
 
 def row_crcs(rows: list[np.ndarray]) -> np.ndarray:
@@ -70,6 +93,20 @@ def blank_values(num_values: int, topk: int) -> Values:
     return Values(
         logprobs, np.full((num_values, topk), -1, dtype=np.int32), np.full((num_values, topk), np.nan, dtype=np.float32)
     )
+
+
+def read_values(piece: Piece, frames: Sequence[Any], index: int) -> Values | None:
+    """The worker's arrays for the piece with this index in its batch, as views; None if their sizes are wrong."""
+    count, topk = piece.num_values, piece.job.topk
+    sizes = [4 * count, 4 * count * topk, 4 * count * topk][: 3 if topk else 1]
+    mine = [frame.buffer for frame in frames[index * len(sizes) : (index + 1) * len(sizes)]]
+    if [memory.nbytes for memory in mine] != sizes:
+        return None
+    logprobs = np.frombuffer(mine[0], dtype=np.float32)
+    if not topk:
+        return Values(logprobs, None, None)
+    ids, topk_logprobs = np.frombuffer(mine[1], dtype=np.int32), np.frombuffer(mine[2], dtype=np.float32)
+    return Values(logprobs, ids.reshape(count, topk), topk_logprobs.reshape(count, topk))
 
 
 class Job:
@@ -87,18 +124,22 @@ class Job:
         arrived: float,
         deadline: float,
         bad_rows: list[RowError],
+        model: str = "",
     ):
         self.request_id = request_id
         self.envelope = envelope
         self.client = client
         self.group = (topk, temperature)  # rows of one batch share these
         self.topk = topk
+        self.model = model  # fingerprint
         self.arrived = arrived  # time.monotonic(), as is deadline
         self.deadline = deadline
         self.dispatched: float | None = None
         self.score_ms = 0.0
         self.digest = b""  # of the question, once it was computed
-        self.number = 0  # the queue's name for it
+        self.number = 0  # the queue's name for it, the tokens it counts for it,
+        self.held_tokens = 0
+        self.in_line = False  # and whether it still has rows to hand out
         self.open = True  # until its one reply was sent
         self.question = question
         self.errors = {error.row: error for error in bad_rows}
@@ -113,6 +154,8 @@ class Job:
         self.cursor = 0  # rows before it were handed out
         self.missing = len(self.lengths)  # rows without an answer
         self._values: Values | None = None
+        self._known: dict[int, Values] = {}  # by row of the request: found in the cache
+        self._keys: dict[int, bytes] = {}  # by row of the request
 
     def _select(self, rows: np.ndarray | None) -> None:
         """Bring the arrays into scoring order: `rows` of the request, or all of them as they are."""
@@ -151,6 +194,34 @@ class Job:
         h.update(int(self.starts[index]).to_bytes(8, "little"))
         h.update(self.row_ids(index).data)
         return h.digest()
+
+    def key(self, index: int) -> bytes:
+        """Name of a row's values, see row_key."""
+        row = self._request_row(index)
+        if row not in self._keys:
+            topk, temperature = self.group
+            self._keys[row] = row_key(self.model, topk, temperature, int(self.starts[index]), self.row_ids(index))
+        return self._keys[row]
+
+    def recall(self, find: Callable[[bytes], Values | None]) -> None:
+        """Take the values of rows that `find` knows by their keys: what is left has to be scored."""
+        assert self.cursor == 0, "a job was cut before its known rows were taken out"
+        left = []
+        for index in range(len(self.lengths)):
+            values = find(self.key(index))
+            row = self._request_row(index)
+            if values is None:
+                left.append(row)
+            else:
+                self._known[row] = values
+        if len(left) < len(self.lengths):
+            self._select(np.array(left, dtype=np.int64))
+        self.missing = len(left)
+
+    @property
+    def num_known(self) -> int:
+        """Rows whose values were found in the cache."""
+        return len(self._known)
 
     def take(self, room: int, share: int, *, first: bool) -> Piece | None:
         """Hand out the next rows: all that are left, or as many as fit without parting rows that share a prompt.
@@ -232,13 +303,10 @@ class Job:
         values = self._values if self._values is not None else blank_values(int(self.value_ends[-1]), self.topk)
         if self._rows is None:
             return values, errors
-        counts = self.question.counts()
-        begins = np.cumsum(counts) - counts
-        result = blank_values(int(counts.sum()), self.topk)
+        parts = dict(self._known)
         for index, row in enumerate(self._rows.tolist()):
-            source = slice(self.value_ends[index], self.value_ends[index + 1])
-            target = slice(begins[row], begins[row] + counts[row])
-            for mine, computed in zip(result, values, strict=True):
-                if mine is not None and computed is not None:
-                    mine[target] = computed[source]
-        return result, errors
+            where = slice(self.value_ends[index], self.value_ends[index + 1])
+            parts[row] = values.part(where)
+        nothing = [(row, count) for row, count in enumerate(self.question.counts().tolist()) if row not in parts]
+        parts |= {row: blank_values(count, self.topk) for row, count in nothing}
+        return concatenate([parts[row] for row in range(len(parts))]), errors

@@ -3,6 +3,7 @@
 Two ZMQ links over ipc in a folder of mode 0700: BATCHES (PAIR, the worker's main thread) and BEATS (PUSH, its
 heartbeat). A batch goes down as [Batch, lengths int32, starts int32, ids int32 of each piece...]; its answer comes up
 as [Scores, and per piece logprobs float32 (topk_ids int32, topk_logprobs float32)].
+A message of one frame is no batch but an order: Sleep or Wake.
 Both ends are the same package at the same version, so there is no version field.
 """
 
@@ -23,6 +24,14 @@ class Batch(msgspec.Struct, tag=True):
     piece_rows: list[int]  # rows of each piece
 
 
+class Sleep(msgspec.Struct, tag=True):
+    """Free the accelerator's memory; answered with Slept. Sent alone, and only to a worker that said `can_sleep`."""
+
+
+class Wake(msgspec.Struct, tag=True):
+    """Take it back; answered with Loaded, as after the start."""
+
+
 class Hello(msgspec.Struct, tag=True):
     """The worker process is there and begins to load."""
 
@@ -30,11 +39,17 @@ class Hello(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     info: ModelInfo
     seconds: float
+    can_sleep: bool = False  # else the process is ended to free its memory
+    no_sleep: str = ""  # why that makes no sense here
 
 
 class LoadFailed(msgspec.Struct, tag=True):
     message: str
     config: bool  # a setting is wrong: trying again cannot help
+
+
+class Slept(msgspec.Struct, tag=True):
+    """The accelerator's memory is free."""
 
 
 class Beat(msgspec.Struct, tag=True):
@@ -50,9 +65,10 @@ class Scores(msgspec.Struct, tag=True):
     errors: list[tuple[int, int, str, str]]  # piece, row within it, code, message; those rows hold NaN
 
 
-FromWorker: TypeAlias = Hello | Loaded | LoadFailed | Beat | Scores
+FromWorker: TypeAlias = Hello | Loaded | LoadFailed | Slept | Beat | Scores
 
 encode = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(Batch).decode
+decode_order = msgspec.msgpack.Decoder(Sleep | Wake).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 BATCHES, BEATS = "batches", "beats"  # names of the two sockets in the folder

@@ -73,7 +73,9 @@ class Queue:
         self._clock = 0  # tokens served to the client that comes first
         self._speed = 0.0  # tokens per second, 0 until measured
 
-    def offer(self, job: Job, now: float, *, unsent: int = 0, client_unsent: int = 0) -> Refusal | None:
+    def offer(
+        self, job: Job, now: float, *, unsent: int = 0, client_unsent: int = 0, hold: bool = False
+    ) -> Refusal | None:
         """Let a job in, or say why not.
 
         Args:
@@ -81,21 +83,30 @@ class Queue:
             now: monotonic seconds.
             unsent: reply bytes that peers have not taken yet, all clients; they occupy memory like queued replies.
             client_unsent: the same for this client.
+            hold: none of its rows is handed out before `release`.
         """
         refusal = self._refuse(job, now, unsent, client_unsent)
         if refusal is not None:
             return refusal
-        self.tokens += job.tokens
+        job.held_tokens = job.tokens
+        self.tokens += job.held_tokens
         self.reply_bytes += job.reply_bytes
-        self._waiting += job.tokens
-        self._client_tokens[job.client] += job.tokens
+        self._client_tokens[job.client] += job.held_tokens
         self._client_bytes[job.client] += job.reply_bytes
-        self._lanes.setdefault(job.client, _Lane(self._clock)).jobs.append(job)
         self._count += 1
         job.number = self._count
         self._open[job.number] = job
         heapq.heappush(self._deadlines, (job.deadline, job.number))
+        if not hold:
+            self.release(job)
         return None
+
+    def release(self, job: Job) -> None:
+        """From now on the rows of a job are handed out; it may have fewer than when it was offered."""
+        if not job.exhausted:
+            job.in_line = True
+            self._waiting += job.tokens_left
+            self._lanes.setdefault(job.client, _Lane(self._clock)).jobs.append(job)
 
     def _refuse(self, job: Job, now: float, unsent: int, client_unsent: int) -> Refusal | None:
         held_bytes, client_bytes = self.reply_bytes + unsent, self._client_bytes[job.client] + client_unsent
@@ -158,7 +169,7 @@ class Queue:
             before = pieces.get(id(job))
             pieces[id(job)] = piece if before is None else Piece(job, before.lo, piece.hi)
             if job.exhausted:
-                lane.jobs.popleft()
+                lane.jobs.popleft().in_line = False
             if lane.jobs:
                 heapq.heappush(order, (lane.served, number, client))
             else:
@@ -203,14 +214,15 @@ class Queue:
         """A job is over, answered or not: what it held is free."""
         del self._open[job.number]
         job.open = False
-        self.tokens -= job.tokens
+        self.tokens -= job.held_tokens
         self.reply_bytes -= job.reply_bytes
-        self._waiting -= job.tokens_left
-        for held, amount in ((self._client_tokens, job.tokens), (self._client_bytes, job.reply_bytes)):
+        for held, amount in ((self._client_tokens, job.held_tokens), (self._client_bytes, job.reply_bytes)):
             held[job.client] -= amount
             if not held[job.client]:
                 del held[job.client]
-        if not job.exhausted:  # it expired while it waited
+        if job.in_line:  # it expired while it waited
+            job.in_line = False
+            self._waiting -= job.tokens_left
             self._lanes[job.client].jobs.remove(job)
             if not self._lanes[job.client].jobs:
                 del self._lanes[job.client]

@@ -111,6 +111,8 @@ class Supervisor:
         self.detail = f"loading {clip(settings.load.model)}"
         self.info: ModelInfo | None = None
         self.load_seconds = 0.0
+        self.no_sleep = ""  # why this backend cannot sleep
+        self._can_sleep = False  # without ending the process
         self._context = context
         self._settings = settings
         self._process: _Process | None = None
@@ -154,6 +156,36 @@ class Supervisor:
         except zmq.Again:  # nobody at the other end any more; the signal of its death is on its way
             self.lose("its link was closed", now)
 
+    def sleep(self, now: float) -> None:
+        """Let a ready worker without batches free its accelerator's memory; `state` is "sleeping" when that is done."""
+        assert self.state == "ready" and not self._running
+        if self._can_sleep and self._order(link.Sleep()):
+            self.state, self.detail, self._started = "draining", "goes to sleep", now
+        else:
+            self._sleeps()
+
+    def _sleeps(self, *, kept: bool = False) -> None:
+        if not kept:
+            self.stop()
+        self.state, self.detail = "sleeping", "its memory is free; it has to be woken before it can score"
+        logger.info("worker sleeps%s", "" if kept else ": its process was ended")
+
+    def wake(self, now: float) -> None:
+        """Bring a worker back that sleeps or is about to."""
+        assert self.state in ("sleeping", "draining")
+        self.state, self.detail, self._started = "loading", "wakes up", now
+        if self._process is None or not self._order(link.Wake()):
+            self.stop()
+            self.start(now)
+
+    def _order(self, order: link.Sleep | link.Wake) -> bool:
+        assert self._process is not None
+        try:
+            self._process.batches.send(link.encode(order), flags=zmq.DONTWAIT)
+        except zmq.Again:  # nobody at the other end any more
+            return False
+        return True
+
     def receive(self, now: float) -> Iterator[tuple[link.Scores, list[zmq.Frame]]]:
         """Read what the worker has sent, and yield the answers to batches.
 
@@ -176,6 +208,9 @@ class Supervisor:
                     self._loaded(message)
                 case link.LoadFailed():
                     self._load_failed(message, now)
+                case link.Slept():
+                    if self.state == "draining":  # else it was woken again meanwhile
+                        self._sleeps(kept=True)
                 case link.Scores():
                     self._running -= 1
                     self._losses = 0
@@ -192,6 +227,7 @@ class Supervisor:
             )
         self.info = new
         self.load_seconds = message.seconds
+        self._can_sleep, self.no_sleep = message.can_sleep, message.no_sleep
         self._start_failures = 0
         self.state, self.detail = "ready", clip(f"{new.backend} scores with {new.name}")
         logger.info("worker ready after %.1f s", message.seconds)
@@ -211,7 +247,12 @@ class Supervisor:
             if self._restart_at is not None and now >= self._restart_at:
                 self.start(now)
         elif (code := self._process.popen.poll()) is not None:
-            self.lose(_why_it_ended(code), now)
+            if self.state in ("sleeping", "draining"):
+                self._sleeps()  # it holds nothing now, which is all that was asked
+            else:
+                self.lose(_why_it_ended(code), now)
+        elif self.state == "sleeping":
+            pass
         elif self.state != "ready" and now - self._started > self._settings.load_timeout_s:
             self.lose(f"loading took longer than {self._settings.load_timeout_s:g} s", now)
         elif self._running and now - self._last_progress > self._settings.worker_timeout_s:
@@ -240,6 +281,8 @@ class Supervisor:
         """When tick() must be called even if nothing happens."""
         if self._process is None:
             return self._restart_at
+        if self.state == "sleeping":
+            return None
         if self.state != "ready":
             return self._started + self._settings.load_timeout_s
         return self._last_progress + self._settings.worker_timeout_s if self._running else None

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,12 +95,33 @@ def run(folder: Path, parent: int, backend: str, options: LoadOptions) -> int:
         batches.send(link.encode(failed))
         time.sleep(LAST_WORDS_S)
         os._exit(2)  # not return: a half-loaded library may hang in its own exit handlers
-    batches.send(link.encode(link.Loaded(scorer.info, time.monotonic() - began)))
+    batches.send(link.encode(_loaded(scorer, began)))
     while True:
         frames = batches.recv_multipart(copy=False)
         progress.made()
+        if len(frames) == 1:
+            batches.send(link.encode(obey(scorer, canary, link.decode_order(frames[0].buffer))))
+            continue
         batches.send_multipart(score_batch(scorer, canary, [frame.buffer for frame in frames]), copy=False)
         progress.made()
+
+
+def _loaded(scorer: Scorer, began: float) -> link.Loaded:
+    can_sleep, no_sleep = getattr(scorer, "can_sleep", False), getattr(scorer, "no_sleep", "")
+    return link.Loaded(scorer.info, time.monotonic() - began, can_sleep, clip(no_sleep))
+
+
+def obey(scorer: Any, canary: np.ndarray, order: link.Sleep | link.Wake) -> link.Slept | link.Loaded:
+    """Let a scorer sleep or wake. Whatever it raises ends the process, which frees the memory too."""
+    if isinstance(order, link.Sleep):
+        scorer.sleep()
+        return link.Slept()
+    began = time.monotonic()
+    scorer.wake()
+    if not still_sane(scorer, canary):
+        logger.error("the model has other values than before it slept; the worker exits")
+        os._exit(EXIT_BROKEN)
+    return _loaded(scorer, began)
 
 
 def _beat(beats: zmq.Socket, parent: int, progress: Progress) -> None:
