@@ -2,7 +2,7 @@
 
 Pure functions on arrays. A check costs milliseconds (see the test), so none can be switched off.
 
-Shapes: n = rows of the request, N = its scored positions, K = topk.
+Shapes: n = rows of the request, N = its scored positions, K = topk, C = candidates per position.
 
 Not covered: whether the values are good. Only that they are numbers that a teacher could have meant for these tokens.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import BadReply, RowError, TeacherMismatch, WireError
-from opd.wire import TOPK_FRAMES, Expect, Question, Reply, from_bin
+from opd.wire import Expect, Question, Reply, frame_names, from_bin
 
 MAX_LOGPROB = 1e-5  # a log-softmax in float32 may round to just above 0
 MAX_MASS = 1.0 + 1e-3  # of the top-k probabilities of one position
@@ -30,7 +30,13 @@ class Values(NamedTuple):
     logprobs: np.ndarray  # float32 [N]
     topk_ids: np.ndarray | None  # int32 [N, K]
     topk_logprobs: np.ndarray | None  # float32 [N, K]
+    candidate_logprobs: np.ndarray | None  # float32 [N, C]
     row_errors: list[RowError]  # `row` counts in the caller's batch
+
+    def part(self, where: slice) -> Values:
+        """Some positions without their errors, as views."""
+        _, ids, topk_logprobs, candidate_logprobs = (None if a is None else a[where] for a in self[:4])
+        return Values(self.logprobs[where], ids, topk_logprobs, candidate_logprobs, [])
 
 
 def check_reply(
@@ -86,16 +92,29 @@ def check_reply(
         first = int(np.argmin(good_N))
         raise BadReply(f"row {_row_at(first, ends_n, names)} has log-prob {logprobs[first]} for one of its tokens")
 
-    topk_ids, topk_logprobs = _topk_arrays(raw, total, topk)
-    if topk_ids is not None and topk_logprobs is not None:
+    wanted = frame_names(topk, question.num_candidates)
+    if tuple(raw) != wanted:
+        what = f"top-{topk}" + (f" and {question.num_candidates} candidates" if question.num_candidates else "")
+        raise BadReply(f"{what} was asked for and the reply has the frames {list(raw)}, not {list(wanted)}")
+    topk_ids = topk_logprobs = candidate_logprobs = None
+    if wanted:
         starts_n, rows = question.starts.tolist(), question.rows()
         sampled_N = np.concatenate([row[start:] for row, start in zip(rows, starts_n, strict=True)])
+    if topk:
+        topk_ids, topk_logprobs = _topk_arrays(raw, total, topk)
         if failed_N is not None and not np.isnan(topk_logprobs[failed_N]).all():
             raise BadReply("a row is listed as failed and has top-k values at the same time")
         bad = _first_bad_topk(topk_ids, topk_logprobs, sampled_N, logprobs, failed_N, vocab_size)
         if bad is not None:
             raise BadReply(f"row {_row_at(bad[0], ends_n, names)}: {bad[1]}")
-    return Values(logprobs, topk_ids, topk_logprobs, _rename(reply.row_errors, names))
+    if question.candidates is not None:
+        candidate_logprobs = _candidate_array(raw, total, question.num_candidates)
+        if failed_N is not None and not np.isnan(candidate_logprobs[failed_N]).all():
+            raise BadReply("a row is listed as failed and has values of candidates at the same time")
+        bad = _first_bad_candidates(question.candidates, candidate_logprobs, sampled_N, logprobs, failed_N)
+        if bad is not None:
+            raise BadReply(f"row {_row_at(bad[0], ends_n, names)}: {bad[1]}")
+    return Values(logprobs, topk_ids, topk_logprobs, candidate_logprobs, _rename(reply.row_errors, names))
 
 
 def _row_at(position: int, ends_n: np.ndarray, names: Sequence[int] | np.ndarray) -> int:
@@ -120,11 +139,7 @@ def _rename(row_errors: list[tuple[int, str, str]], names: Sequence[int] | np.nd
     return renamed
 
 
-def _topk_arrays(raw: Mapping[str, Any], total: int, topk: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if tuple(raw) != (TOPK_FRAMES if topk else ()):
-        raise BadReply(f"top-{topk} was asked for and the reply has the frames {list(raw)}")
-    if not topk:
-        return None, None
+def _topk_arrays(raw: Mapping[str, Any], total: int, topk: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         ids, logprobs = from_bin(raw["topk_ids"], np.int32, "ids"), from_bin(raw["topk_logprobs"], np.float32, "values")
     except WireError as e:
@@ -203,3 +218,54 @@ def _topk_rules(
             "the sampled token has another value in the top-k than on its own": is_in & apart,
             "the sampled token is missing in the top-k though it is likelier than the last": ~is_in & above_last,
         }
+
+
+def _candidate_array(raw: Mapping[str, Any], total: int, width: int) -> np.ndarray:
+    try:
+        logprobs = from_bin(raw["candidate_logprobs"], np.float32, "candidate values")
+    except WireError as e:
+        raise BadReply(str(e)) from None
+    if len(logprobs) != total * width:
+        raise BadReply(f"{width} candidates of {total} tokens have {len(logprobs)} values")
+    return logprobs.reshape(total, width)
+
+
+def _first_bad_candidates(
+    ids_NC: np.ndarray,
+    logprobs_NC: np.ndarray,
+    sampled_N: np.ndarray,
+    sampled_logprobs_N: np.ndarray,
+    failed_N: np.ndarray | None,
+) -> tuple[int, str] | None:
+    """The first position whose candidates cannot have these values, with the reason."""
+    step = max(1, _BLOCK // ids_NC.shape[1])
+    for begin in range(0, len(ids_NC), step):
+        here = slice(begin, begin + step)
+        fails = _candidate_rules(ids_NC[here], logprobs_NC[here], sampled_N[here], sampled_logprobs_N[here])
+        for reason, fails_N in fails.items():
+            if failed_N is not None:
+                fails_N = fails_N & ~failed_N[here]
+            if fails_N.any():
+                return begin + int(np.argmax(fails_N)), reason
+    return None
+
+
+def _candidate_rules(
+    ids: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, sampled_logprobs: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Which positions break which rule. An id that comes twice counts once in the sum."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = ((logprobs <= MAX_LOGPROB) & (logprobs > -np.inf)).all(axis=1)  # NaN fails both
+        apart = (np.abs(logprobs - sampled_logprobs[:, None]) > SAMPLED_TOLERANCE) & (ids == sampled[:, None])
+        too_much = np.exp(logprobs).sum(axis=1) > MAX_MASS
+        if too_much.any():
+            order = np.argsort(ids[too_much], axis=1, kind="stable")
+            ordered = np.take_along_axis(ids[too_much], order, axis=1)
+            mass = np.exp(np.take_along_axis(logprobs[too_much], order, axis=1))
+            mass[:, 1:][ordered[:, 1:] == ordered[:, :-1]] = 0.0
+            too_much[too_much] = mass.sum(axis=1) > MAX_MASS
+    return {
+        "a candidate's value is no finite log-prob": ~finite,
+        "the sampled token has another value among the candidates than on its own": apart.any(axis=1),
+        "the probabilities of the candidates add up to more than 1": too_much,
+    }

@@ -11,13 +11,13 @@ Not covered: who gets which request; the client decides that when a replica has 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
-from opd.wire import Limits
+from opd.wire import Limits, reply_bytes
 
 MAX_REPLY_BYTES = 512 << 20  # a larger one is cut off by our own socket, whatever the server would send
 ENVELOPE_BYTES = 8192  # at most what a request or a reply needs besides its arrays
@@ -40,9 +40,7 @@ class Chunk:
 
 def prompt_digests(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[bytes]:
     """A name per row, equal where the prompts ids[:start] are equal."""
-    return [
-        hashlib.blake2b(row[:start].tobytes(), digest_size=16).digest() for row, start in zip(rows, starts, strict=True)
-    ]
+    return [xxhash.xxh3_128_digest(row[:start].data) for row, start in zip(rows, starts, strict=True)]
 
 
 def number(names: Sequence[bytes]) -> list[int]:
@@ -56,13 +54,9 @@ def group_by_prompt(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[i
     return number(prompt_digests(rows, starts))
 
 
-def request_bytes(num_rows: int, tokens: int) -> int:
-    return 4 * tokens + 8 * num_rows + ENVELOPE_BYTES
-
-
-def reply_bytes(scored: int, topk: int) -> int:
-    """4 bytes for the sampled token, 8 for each of its top-k."""
-    return scored * (4 + 8 * topk)
+def request_bytes(num_rows: int, tokens: int, candidates: int = 0) -> int:
+    """`candidates` of all positions together."""
+    return 4 * (tokens + candidates) + 8 * num_rows + ENVELOPE_BYTES
 
 
 def common_limits(known: Sequence[Limits]) -> Limits:
@@ -82,13 +76,14 @@ class Caps:
     max_tokens: int
     limits: Limits
     topk: int
+    num_candidates: int = 0  # per position
 
     def fits(self, num_rows: int, tokens: int, scored: int) -> bool:
         """Whether a server with these limits takes the request."""
         return (
             num_rows <= self.limits.max_rows
-            and request_bytes(num_rows, tokens) <= self.limits.max_request_bytes
-            and reply_bytes(scored, self.topk) <= self.limits.max_reply_bytes
+            and request_bytes(num_rows, tokens, scored * self.num_candidates) <= self.limits.max_request_bytes
+            and reply_bytes(scored, self.topk, self.num_candidates) <= self.limits.max_reply_bytes
         )
 
     def has_room(self, num_rows: int, tokens: int, scored: int) -> bool:

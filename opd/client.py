@@ -7,7 +7,7 @@ leaves this module that did not pass opd/checks.py, and a row without a value is
 Nothing runs between calls: no thread, no timer. A client belongs to the process that made it; its calls may come from
 several threads and then follow one another.
 
-Shapes: B = rows, N_i = scored positions of row i, K = topk.
+Shapes: B = rows, N_i = scored positions of row i, K = topk, C = candidates per position.
 
 Not covered: what the rows mean (opd/align.py), and hedging: a request is never under way twice.
 """
@@ -22,36 +22,37 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import zmq
 
-from opd.checks import Values, check_reply
-from opd.chunks import Caps, Chunk, common_limits, number, plan, prompt_digests
+from opd.call import Batch, Call, Scores, check_batch
+from opd.call import Stats as Stats
+from opd.checks import check_reply
+from opd.chunks import Chunk, common_limits
 from opd.deadline import Backoff, Deadline
 from opd.errors import (
     BadReply,
     ConfigError,
     OPDError,
     RequestRefused,
-    RowError,
     RowsFailed,
     TeacherMismatch,
     TeacherUnavailable,
 )
-from opd.homes import Homes
-from opd.replica import Answer, Attempt, Replica, Timing
+from opd.fingerprint import vocabulary_fingerprint
+from opd.homes import home_of
+from opd.replica import Answer, Attempt, Order, Replica, Timing
 from opd.wire import (
     Expect,
     ModelInfo,
     PrefetchRequest,
-    Question,
     ScoreRequest,
     ServerInfo,
     SleepRequest,
     State,
+    VocabRequest,
     WakeRequest,
     clip,
     digest,
@@ -67,90 +68,6 @@ _MISMATCH_CODES = ("mismatch", "model_mismatch", "tokenizer_mismatch", "version"
 _NOT_UP = ("loading", "restarting", "sleeping")  # codes of a teacher that scores for nobody
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_POLL_S = 0.25  # how soon a close() from another thread is noticed
-_MAX_ID = np.iinfo(np.int32).max
-
-
-@dataclass
-class Stats:
-    """What one call of `score` cost."""
-
-    rows: int = 0
-    tokens: int = 0  # ids in the batch
-    scored: int = 0  # values asked for
-    seconds: float = 0.0
-    requests: int = 0  # sent, retries included
-    retries: int = 0
-    late_replies: int = 0  # to requests that were given up; dropped
-    faults: int = 0  # times that a replica was taken out
-    boot_changes: int = 0  # restarts of a teacher with the same model
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    queue_ms: float = 0.0  # longest wait of a request in a teacher's queue
-    score_ms: float = 0.0  # the teachers' time on all requests together
-    cached: int = 0  # rows whose values a teacher had already
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The teacher's answer to one batch, in the order of its rows."""
-
-    logprobs: list[np.ndarray | None]  # float32 [N_i] each; None for the rows in row_errors
-    topk_ids: list[np.ndarray | None] | None  # int32 [N_i, K] each, most probable first; None when topk was 0
-    topk_logprobs: list[np.ndarray | None] | None  # float32 [N_i, K] each
-    row_errors: list[RowError]
-    stats: Stats
-
-
-@dataclass
-class _Call:
-    """A batch while it is being scored."""
-
-    rows: list[np.ndarray]
-    starts: list[int]
-    lengths: list[int]
-    prompts: list[bytes]  # digest of each row's prompt
-    groups: list[int]  # the same as numbers
-    topk: int
-    temperature: float
-    deadline: Deadline
-    stats: Stats
-    waiting: list[Chunk] = field(default_factory=list)
-    homes: dict[int, Replica] = field(default_factory=dict)  # of the prompts that were cut
-    row_errors: list[RowError] = field(default_factory=list)
-    logprobs: list[np.ndarray | None] = field(default_factory=list)
-    topk_ids: list[np.ndarray | None] = field(default_factory=list)
-    topk_logprobs: list[np.ndarray | None] = field(default_factory=list)
-
-    def cut(self, wanted: Sequence[int], caps: Caps, prefer: str = "") -> None:
-        """Queue these rows as requests; those that no request can hold have their error now."""
-        chunks, too_big = plan(wanted, self.lengths, self.starts, self.groups, caps)
-        for chunk in chunks:
-            chunk.prefer = prefer
-        self.waiting.extend(chunks)
-        for row in too_big:
-            message = f"row {row} has {self.lengths[row]} ids: alone it exceeds what the teacher takes in one request"
-            self.row_errors.append(RowError(row, "limit", message))
-
-    def question(self, chunk: Chunk) -> Question:
-        return Question(
-            np.array([self.lengths[row] for row in chunk.rows], dtype=np.int32),
-            np.array([self.starts[row] for row in chunk.rows], dtype=np.int32),
-            np.concatenate([self.rows[row] for row in chunk.rows]),
-        )
-
-    def store(self, chunk: Chunk, values: Values) -> None:
-        """Give each row a view of its part of the reply."""
-        failed = {error.row for error in values.row_errors}
-        end = 0
-        for row in chunk.rows:
-            begin, end = end, end + self.lengths[row] - self.starts[row]
-            if row in failed:
-                continue
-            self.logprobs[row] = values.logprobs[begin:end]
-            if values.topk_ids is not None and values.topk_logprobs is not None:
-                self.topk_ids[row] = values.topk_ids[begin:end]
-                self.topk_logprobs[row] = values.topk_logprobs[begin:end]
-        self.row_errors.extend(values.row_errors)
 
 
 class TeacherClient:
@@ -194,7 +111,6 @@ class TeacherClient:
         self._pinned_by = ""
         rng = random.Random(seed)
         self._backoff = Backoff(first_s=self._timing.first_backoff_s, most_s=self._timing.most_backoff_s, rng=rng)
-        self._homes = Homes()
         self._context = zmq.Context()
         self._replicas: list[Replica] = []
         try:
@@ -276,9 +192,11 @@ class TeacherClient:
         starts: Sequence[int] | np.ndarray,
         *,
         topk: int = 0,
+        candidates: Sequence[np.ndarray] | None = None,
         temperature: float = 1.0,
         timeout_s: float = 600.0,
         return_row_errors: bool = False,
+        prefetched: bool = False,
     ) -> Scores:
         """Score a batch: log p(row[i] | row[:i]) for every i >= start of every row.
 
@@ -286,9 +204,13 @@ class TeacherClient:
             rows: integer ids [L_i], prompt and response; equal prompts are found and kept together.
             starts: first scored position of each row, 1 <= start <= L_i. A row whose start is L_i has no value to get.
             topk: also the K most probable ids at each position, and their log-probs.
+            candidates: integer ids [N_i, C] for each row, the same C for all: also the log-probs of exactly these. An
+                id may come twice at one position, and has its value twice then.
             temperature: the teacher's logits are divided by it.
             timeout_s: for the whole call, through retries, restarts and waiting for another thread.
             return_row_errors: give rows that the teacher cannot score as None, listed in `row_errors`.
+            prefetched: ask for each row where a `prefetch`, of any process, sends it, unless that replica is down;
+                otherwise a row goes to the replica that has the least to do.
 
         Returns:
             Values that passed every check. The arrays are read-only views of the replies.
@@ -298,23 +220,19 @@ class TeacherClient:
             TeacherUnavailable: not everything was answered in time.
             TeacherMismatch: another model or tokenizer answered than the pinned one.
             BadReply: a request got replies that fail a check, several times.
-            RequestRefused: the teacher says that the request cannot be answered.
-            ValueError: rows or starts that are not what is said above; the message names the row.
+            RequestRefused: the teacher says that the request cannot be answered, or cannot give such a top-k,
+                candidates or temperature.
+            ValueError: rows, starts or candidates that are not what is said above; the message names the row.
         """
-        arrays, start_list = _check_batch(rows, starts, topk, temperature)
+        batch = check_batch(rows, starts, topk, temperature, candidates)
         with self._exclusively(timeout_s) as deadline:
-            call = self._prepare(arrays, start_list, topk, temperature, deadline)
+            call = Call(batch, deadline)
+            self._cut(call, by_home=prefetched)
             self._finish(call)
             self._sum_up(call)
             if call.row_errors and not return_row_errors:
-                raise RowsFailed(call.row_errors, len(arrays))
-            return Scores(
-                logprobs=call.logprobs,
-                topk_ids=call.topk_ids if topk else None,
-                topk_logprobs=call.topk_logprobs if topk else None,
-                row_errors=call.row_errors,
-                stats=call.stats,
-            )
+                raise RowsFailed(call.row_errors, len(batch.rows))
+            return call.scores()
 
     def prefetch(
         self,
@@ -322,17 +240,20 @@ class TeacherClient:
         starts: Sequence[int] | np.ndarray,
         *,
         topk: int = 0,
+        candidates: Sequence[np.ndarray] | None = None,
         temperature: float = 1.0,
         timeout_s: float = 2.0,
         keep_s: float = 600.0,
     ) -> int:
         """Ask the teacher to score rows when nobody waits, so that a `score` of the same rows later costs nothing.
 
-        A prompt's rows go to one replica, and a later `score` prefers that one. Best effort: a teacher that cannot be
-        reached or has no room is no error, and rows that were not prefetched are scored when they are asked for.
+        A prompt's rows go to one replica, where a `score` with `prefetched=True` asks for them, be it in another process.
+        Best effort: a teacher that cannot be reached or has no room is no error, and rows that were not prefetched are
+        scored when they are asked for.
 
         Args:
-            rows, starts, topk, temperature: as in the `score` to come; another value of any is another question.
+            rows, starts, topk, candidates, temperature: as in the `score` to come; another value of any is another
+                question.
             timeout_s: how long to wait for teachers to say that they will try, which they do at once.
             keep_s: how long they may still begin with it.
 
@@ -343,10 +264,10 @@ class TeacherClient:
             TeacherMismatch: another model or tokenizer answered than the pinned one.
             ValueError: as score.
         """
-        arrays, start_list = _check_batch(rows, starts, topk, temperature)
+        batch = check_batch(rows, starts, topk, temperature, candidates)
         try:
             with self._exclusively(timeout_s) as deadline:
-                return self._prefetch(self._new_call(arrays, start_list, topk, temperature, deadline), keep_s)
+                return self._prefetch(Call(batch, deadline), keep_s)
         except TeacherUnavailable as e:
             logger.info("nothing was prefetched: %s", e)
             return 0
@@ -370,6 +291,25 @@ class TeacherClient:
             TeacherUnavailable, TeacherMismatch: as wait_until_ready.
         """
         self._order(WakeRequest, "ready", timeout_s)
+
+    def vocabulary(self, timeout_s: float = 60.0) -> bytes:
+        """Which token each id is: what the pinned tokenizer fingerprint is a hash of (opd/fingerprint.py).
+
+        Raises:
+            TeacherUnavailable: not all replicas answered in time.
+            RequestRefused: a teacher that does not know.
+            TeacherMismatch: as wait_until_ready, or an answer that is not what was pinned.
+        """
+        self._order(VocabRequest, "ready", timeout_s)
+        assert self._pinned is not None
+        vocabulary = self._replicas[0].vocabulary
+        found = vocabulary_fingerprint(vocabulary)
+        if found != self._pinned.tokenizer:
+            raise TeacherMismatch(
+                f"the vocabulary of {self._replicas[0].address} has the fingerprint {found}, "
+                f"pinned is {self._pinned.tokenizer!r}"
+            )
+        return vocabulary
 
     def close(self) -> None:
         """Close every connection at once; a call under way in another thread ends with an error."""
@@ -425,39 +365,21 @@ class TeacherClient:
                 replica.forget()
             self._lock.release()
 
-    def _new_call(
-        self, rows: list[np.ndarray], starts: list[int], topk: int, temperature: float, deadline: Deadline
-    ) -> _Call:
-        lengths = [len(row) for row in rows]
-        stats = Stats(rows=len(rows), tokens=sum(lengths), scored=sum(lengths) - sum(starts))
-        prompts = prompt_digests(rows, starts)
-        return _Call(rows, starts, lengths, prompts, number(prompts), topk, temperature, deadline, stats)
-
-    def _prepare(
-        self, rows: list[np.ndarray], starts: list[int], topk: int, temperature: float, deadline: Deadline
-    ) -> _Call:
-        call = self._new_call(rows, starts, topk, temperature, deadline)
-        lengths = call.lengths
-        wanted = [row for row, start in enumerate(starts) if start < lengths[row]]
-        # a row without response needs no teacher: it has exactly 0 values
-        empty, empty_topk = np.zeros(0, np.float32), np.zeros((0, topk), np.float32)
-        needs = set(wanted)
-        call.logprobs = [None if row in needs else empty for row in range(len(rows))]
-        if topk:
-            call.topk_logprobs = [None if row in needs else empty_topk for row in range(len(rows))]
-            call.topk_ids = [None if row in needs else empty_topk.astype(np.int32) for row in range(len(rows))]
-        tokens = sum(lengths[row] for row in wanted)
+    def _cut(self, call: Call, *, by_home: bool) -> None:
+        """Queue the whole batch as requests, each preferring the home of its rows if that is asked for."""
+        wanted = call.needed
+        tokens = sum(call.lengths[row] for row in wanted)
         share = -(-tokens // len(self._replicas))  # so that a small batch is still spread over all replicas
         known = [replica.info.limits for replica in self._replicas if replica.info is not None]
-        caps = Caps(max(1, min(self._max_tokens, share)), common_limits(known), topk)
-        by_home: dict[str, list[int]] = {}
+        caps = call.caps(max(1, min(self._max_tokens, share)), common_limits(known))
+        up = [replica.address for replica in self._replicas if replica.up]
+        rows_at: dict[str, list[int]] = {}
         for row in wanted:
-            by_home.setdefault(self._homes.find(call.prompts[row]) or "", []).append(row)
-        for home, mine in by_home.items():
+            rows_at.setdefault(home_of(call.prompts[row], up) if by_home and up else "", []).append(row)
+        for home, mine in rows_at.items():
             call.cut(mine, caps, home)
-        return call
 
-    def _prefetch(self, call: _Call, keep_s: float) -> int:
+    def _prefetch(self, call: Call, keep_s: float) -> int:
         """Send every row to its prompt's home once; returns how many were taken."""
         deadline = call.deadline
         unheard_until_s = min(0.5, deadline.timeout_s / 4)
@@ -467,17 +389,14 @@ class TeacherClient:
             if any(replica.up for replica in self._replicas) and not unheard:
                 break
         up = {replica.address: replica for replica in self._replicas if replica.up}
-        prompts: dict[bytes, int] = {}
-        rows = [row for row, start in enumerate(call.starts) if start < call.lengths[row]]
-        for row in rows:
-            prompts[call.prompts[row]] = prompts.get(call.prompts[row], 0) + call.lengths[row]
+        rows = call.needed
         if not up or not rows:
             return 0
-        homes = self._homes.choose(prompts, list(up))
+        homes = {row: home_of(call.prompts[row], list(up)) for row in rows}
         for address, replica in up.items():
             assert replica.info is not None
-            caps = Caps(self._max_tokens, common_limits([replica.info.limits]), call.topk)
-            call.cut([row for row in rows if homes[call.prompts[row]] == address], caps, address)
+            caps = call.caps(self._max_tokens, common_limits([replica.info.limits]))
+            call.cut([row for row in rows if homes[row] == address], caps, address)
         taken = 0
         while (call.waiting or any(replica.inflight for replica in self._replicas)) and not deadline.passed:
             now = time.monotonic()
@@ -493,11 +412,9 @@ class TeacherClient:
                     logger.info("prefetch, teacher %s: %s [%s]", replica.address, clip(reply.message), clip(reply.code))
                     continue
                 taken += len(attempt.chunk.rows)
-                for row in attempt.chunk.rows:
-                    self._homes.remember(call.prompts[row], replica.address)
         return taken
 
-    def _order(self, order: type[SleepRequest] | type[WakeRequest], state: State, timeout_s: float) -> None:
+    def _order(self, order: Order, state: State, timeout_s: float) -> None:
         """Send an order to every replica, and wait until all are in the state that it leads to."""
         with self._exclusively(timeout_s) as deadline:
             for replica in self._replicas:
@@ -523,7 +440,7 @@ class TeacherClient:
                 for replica in self._replicas:
                     replica.order = None
 
-    def _finish(self, call: _Call) -> None:
+    def _finish(self, call: Call) -> None:
         """Send, receive and send again until no request is left."""
         total = len(call.waiting)
         log_at = self._timing.log_every_s
@@ -550,10 +467,10 @@ class TeacherClient:
                     self._describe(),
                 )
 
-    def _unanswered(self, call: _Call) -> int:
+    def _unanswered(self, call: Call) -> int:
         return len(call.waiting) + sum(len(replica.inflight) + len(replica.lost) for replica in self._replicas)
 
-    def _wake_at(self, call: _Call) -> float:
+    def _wake_at(self, call: Call) -> float:
         """When a request that waits may be sent. Room on a replica comes with a message, which wakes us anyhow."""
         now = time.monotonic()
         times = [chunk.not_before for chunk in call.waiting]
@@ -580,7 +497,7 @@ class TeacherClient:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    def _dispatch(self, call: _Call) -> None:
+    def _dispatch(self, call: Call) -> None:
         """Send what is due to whoever has room."""
         now = time.monotonic()
         for chunk in list(call.waiting):
@@ -589,15 +506,8 @@ class TeacherClient:
             replica = self._choose(call, chunk, now)
             if replica is None or replica.info is None:
                 continue
-            model = self._model(replica)
-            if call.topk > model.max_topk:
-                raise RequestRefused(
-                    "topk", f"topk={call.topk} was asked for; the teacher at {replica.address} gives {model.max_topk}"
-                )
-            if call.temperature != 1.0 and not model.temperature:
-                message = f"the teacher at {replica.address} scores at temperature 1 only, not at {call.temperature}"
-                raise RequestRefused("temperature", message)
-            caps = Caps(self._max_tokens, common_limits([replica.info.limits]), call.topk)
+            _refuse_beyond(call.batch, self._model(replica), replica.address)
+            caps = call.caps(self._max_tokens, common_limits([replica.info.limits]))
             call.waiting.remove(chunk)
             if caps.fits(len(chunk.rows), chunk.tokens, chunk.scored):
                 self._send(call, chunk, replica, now)
@@ -605,7 +515,7 @@ class TeacherClient:
                 call.cut(chunk.rows, caps, chunk.prefer)  # it was cut before this replica had told its limits
                 return
 
-    def _choose(self, call: _Call, chunk: Chunk, now: float) -> Replica | None:
+    def _choose(self, call: Call, chunk: Chunk, now: float) -> Replica | None:
         """The replica with room that owes the fewest tokens; the one with the rest of the prompt, if it was cut."""
         up = [replica for replica in self._replicas if replica.up]
         home = call.homes.get(chunk.family) if chunk.family is not None else None
@@ -618,7 +528,7 @@ class TeacherClient:
         return min(free, key=lambda replica: replica.outstanding_tokens, default=None)
 
     def _send(
-        self, call: _Call, chunk: Chunk, replica: Replica, now: float, *, prefetch_s: float | None = None
+        self, call: Call, chunk: Chunk, replica: Replica, now: float, *, prefetch_s: float | None = None
     ) -> None:
         question = call.question(chunk)
         budget_s = call.deadline.attempt_s() if prefetch_s is None else prefetch_s
@@ -631,16 +541,18 @@ class TeacherClient:
                 lengths=_bin(question.lengths, np.int32),
                 starts=_bin(question.starts, np.int32),
                 ids=_bin(question.ids, np.int32),
-                topk=call.topk,
-                temperature=float(call.temperature),
+                topk=call.batch.topk,
+                temperature=float(call.batch.temperature),
                 expect=self._pinned,
+                num_candidates=call.batch.num_candidates,
+                candidates=_bin(question.candidates, np.int32) if question.candidates is not None else memoryview(b""),
             )
         )
         attempt = Attempt(
             chunk=chunk,
             question=question,
-            digest=digest(question.lengths, question.starts, question.ids),
-            topk=call.topk,
+            digest=digest(*question.arrays()),
+            topk=call.batch.topk,
             budget_s=budget_s,
             sent_at=now,
             ends_at=now + budget_s + min(0.5, 0.1 * budget_s),  # the teacher's own `expired` should come first
@@ -653,7 +565,7 @@ class TeacherClient:
         if chunk.family is not None:
             call.homes[chunk.family] = replica
 
-    def _again(self, call: _Call, chunk: Chunk, replica: Replica, *, pause: bool) -> None:
+    def _again(self, call: Call, chunk: Chunk, replica: Replica, *, pause: bool) -> None:
         """Queue a request that got no values, elsewhere if possible."""
         if chunk.bad_replies > _MAX_BAD_REPLIES:
             raise BadReply(
@@ -667,7 +579,7 @@ class TeacherClient:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def _settle(self, call: _Call, answer: Answer) -> None:
+    def _settle(self, call: Call, answer: Answer) -> None:
         """Take the values of a reply, or decide what its refusal means."""
         replica, chunk, reply = answer.replica, answer.attempt.chunk, answer.reply
         if reply.status == "ok":
@@ -692,7 +604,7 @@ class TeacherClient:
         else:
             raise RequestRefused(clip(reply.code), what)
 
-    def _take(self, call: _Call, answer: Answer) -> None:
+    def _take(self, call: Call, answer: Answer) -> None:
         replica, attempt, reply, raw = answer
         assert self._pinned is not None, "a replica was up before anything was pinned"
         try:
@@ -703,7 +615,7 @@ class TeacherClient:
                 digest=attempt.digest,
                 expect=self._pinned,
                 vocab_size=self._model(replica).vocab_size,
-                topk=call.topk,
+                topk=call.batch.topk,
                 names=attempt.chunk.rows,
             )
         except TeacherMismatch as e:
@@ -739,7 +651,7 @@ class TeacherClient:
 
     # ------------------------------------------------------------------------------------------------ for people
 
-    def _sum_up(self, call: _Call) -> None:
+    def _sum_up(self, call: Call) -> None:
         stats = call.stats
         stats.seconds = call.deadline.elapsed_s
         for counts in (replica.counts for replica in self._replicas):
@@ -750,7 +662,7 @@ class TeacherClient:
             stats.received_bytes += counts.received_bytes
         call.row_errors.sort(key=lambda error: error.row)
 
-    def _too_late(self, call: _Call, total: int) -> TeacherUnavailable:
+    def _too_late(self, call: Call, total: int) -> TeacherUnavailable:
         return TeacherUnavailable(
             f"teacher did not answer in {call.deadline.timeout_s:.1f} s ({call.stats.rows} rows, {call.stats.tokens} "
             f"tokens; {self._unanswered(call)} of {total} requests open, {call.stats.retries} retries): "
@@ -779,26 +691,17 @@ def _refuse_stranger(replica: Replica) -> None:
         raise ConfigError(f"teacher address {replica.address}: {replica.refused}; is it the right port?")
 
 
-def _check_batch(
-    rows: Sequence[np.ndarray], starts: Any, topk: int, temperature: float
-) -> tuple[list[np.ndarray], list[int]]:
-    """Rows as contiguous int32, without a copy where they are that already."""
-    if topk < 0 or not 0 < temperature <= 1000:
-        raise ValueError(f"topk={topk} must be >= 0 and temperature={temperature} within (0, 1000]")
-    start_array = np.asarray(starts)
-    if len(rows) != len(start_array) or (len(rows) and start_array.dtype.kind not in "iu"):
-        raise ValueError(f"{len(rows)} rows and {len(start_array)} starts of type {start_array.dtype}")
-    arrays = []
-    start_list = start_array.tolist()
-    for index, (row, start) in enumerate(zip(rows, start_list, strict=True)):
-        ids = np.asarray(row)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"row {index} must be a 1-d array of integers, not {ids.dtype} {list(ids.shape)}")
-        if not 1 <= start <= len(ids):
-            raise ValueError(f"row {index} starts at {start}, outside [1, {len(ids)}]")
-        if ids.dtype != np.int32:
-            if int(ids.max()) > _MAX_ID or int(ids.min()) < -_MAX_ID:
-                raise ValueError(f"row {index} has an id that does not fit 32 bits")
-            ids = ids.astype(np.int32)
-        arrays.append(np.ascontiguousarray(ids))
-    return arrays, start_list
+def _refuse_beyond(batch: Batch, model: ModelInfo, address: str) -> None:
+    """Whether a teacher can give what is asked of each position; the server would refuse the same."""
+    if batch.topk > model.max_topk:
+        message = f"topk={batch.topk} was asked for; the teacher at {address} gives {model.max_topk}"
+        raise RequestRefused("topk", message)
+    if batch.num_candidates and not model.max_candidates:
+        message = f"the teacher at {address} scores no candidates, with its backend {clip(model.backend)}; hf does"
+        raise RequestRefused("candidates_unsupported", message)
+    if batch.num_candidates > model.max_candidates:
+        message = f"{batch.num_candidates} candidates for each position; the teacher at {address} takes "
+        raise RequestRefused("candidates", f"{message}{model.max_candidates}")
+    if batch.temperature != 1.0 and not model.temperature:
+        message = f"the teacher at {address} scores at temperature 1 only, not at {batch.temperature}"
+        raise RequestRefused("temperature", message)

@@ -7,14 +7,15 @@ verl's own configuration under verl's own names; `check` looks only at what woul
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from opd.errors import ConfigError
 from opd.loss.schedule import SCHEDULES, Coefficient
 from opd.loss.settings import DIVERGENCES, LOSSES, POLICY_GRADIENT, SAMPLED, LossSettings, TeacherLoss
+from opd.routing import DEFAULT, Route, check_names, read_routes
 
 
 @dataclass  # not frozen: OmegaConf makes a frozen one read-only while it composes, for the recipe's own values too
@@ -23,10 +24,26 @@ class TeacherConfig:
 
     # comma-separated, one per replica: tcp://host:port
     address: str = MISSING
+    # several teachers: a name for each, and its addresses; `address` is then the one called "default", and may be left
+    # out when no route names it
+    teachers: dict[str, str] = field(default_factory=dict)
+    # the column of the data that says which teacher a row goes to
+    route_by: str = "data_source"
+    # for every value of that column a teacher's name, or {name: weight}, the weights adding up to 1
+    routes: dict[str, Any] = field(default_factory=dict)
+    # for the teacher alone, before the conversation; the student never sees it
+    system_prompt: str | None = None
+    # a column of the data with messages that the teacher sees in place of the prompt
+    prompt_column: str | None = None
+    # file of a chat template for the teacher alone
+    chat_template: str | None = None
     # seconds to wait for a loading teacher before training starts
     ready_timeout_s: float = 600.0
     # seconds that one step may wait for its scores, through retries and restarts of the teacher; then the run ends
     timeout_s: float = 600.0
+    # send each response to the teacher as soon as it is finished, while others are being generated. A teacher with a
+    # device of its own only gains by it; one that shares the trainer's slows the rollout, so on a CPU it is off
+    overlap: bool = True
     # tokens in one request: smaller ones spread better over replicas, larger ones share more prompts
     max_tokens_per_request: int = 65_536
     # a row that the teacher cannot score: "raise" ends the run; "neutral" gives it a KL of 0 and counts it
@@ -52,6 +69,7 @@ class TeacherConfig:
 
 
 # verl's names for the estimators whose gradient depends on the teacher; opd/kl.py says what each does
+LINEAR_KL_TYPES = ("k3+", "low_var_kl+", "k2", "mse", "k1+", "kl+")  # gradient -x, x = teacher - student
 KL_TYPES = ("k3+", "low_var_kl+", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs")
 
 
@@ -80,13 +98,56 @@ def check(config: DictConfig) -> None:
     if not actor.kl_loss_coef >= 0:
         raise ConfigError(f"kl_loss_coef={actor.kl_loss_coef} would push the student away from its teacher; use >= 0")
     _check_loss(config)
+    manager_class(config)
     if teacher.on_row_error not in ("raise", "neutral"):
         raise ConfigError(f"teacher.on_row_error={teacher.on_row_error} is unknown; use raise or neutral")
-    if not addresses(teacher):
-        raise ConfigError("teacher.address is empty; give tcp://host:port, comma-separated for replicas")
+    _check_teachers(config)
+    _check_overlap(teacher)
     for key in ("timeout_s", "ready_timeout_s", "max_tokens_per_request"):
         if not teacher[key] > 0:
             raise ConfigError(f"teacher.{key}={teacher[key]} must be positive")
+
+
+def _check_teachers(config: DictConfig) -> None:
+    teacher = config.teacher
+    for name, where in teachers(teacher).items():
+        if not where:
+            key = "address" if name == DEFAULT else f"teachers.{name}"
+            raise ConfigError(f"teacher.{key} is empty; give tcp://host:port, comma-separated for replicas")
+    if not teacher.teachers:
+        if teacher.routes:
+            raise ConfigError("teacher.routes is set and teacher.teachers is not: give the teachers' addresses there")
+        return
+    check_names(teacher.teachers)
+    if DEFAULT in teacher.teachers:
+        raise ConfigError(f"teacher.teachers.{DEFAULT} is the name of the teacher at teacher.address; use another one")
+    found = routes(teacher)
+    idle = sorted(set(teacher.teachers) - {name for route in found.values() for name in route})
+    if idle:
+        raise ConfigError(f"no row would go to {', '.join(idle)} of teacher.teachers: teacher.routes does not name it")
+    averaged = [value for value, route in found.items() if len(route) > 1]
+    kl_type = config.actor_rollout_ref.actor.kl_loss_type
+    linear = teacher.loss == POLICY_GRADIENT or (teacher.loss == SAMPLED and kl_type in LINEAR_KL_TYPES)
+    if averaged and not linear:
+        how = f"kl_loss_type={kl_type}" if teacher.loss == SAMPLED else f"teacher.loss={teacher.loss}"
+        raise ConfigError(
+            f"teacher.routes[{averaged[0]!r}] has several teachers, and with {how} the loss towards the mean of their "
+            "log-probs is not the weighted sum of the losses towards each: use k3+, k2 or k1+ with loss=sampled, "
+            f"loss={POLICY_GRADIENT}, or one teacher for each row"
+        )
+
+
+def _check_overlap(teacher: DictConfig) -> None:
+    """What is sent ahead has to be what is asked later, and the agent loops know of one teacher and one prompt only."""
+    if not teacher.overlap:
+        return
+    keys = ("teachers", "system_prompt", "prompt_column", "chat_template")
+    given = [f"teacher.{key}" for key in keys if teacher[key]]
+    if given:
+        raise ConfigError(
+            f"teacher.overlap=true with {', '.join(given)}: finished rows would be sent ahead to teacher.address, with "
+            "the student's prompt. Set teacher.overlap=false"
+        )
 
 
 def _check_loss(config: DictConfig) -> None:
@@ -168,9 +229,59 @@ def teacher_loss(config: DictConfig) -> TeacherLoss:
     return TeacherLoss(settings, coefficient, actor.kl_loss_type)
 
 
+# what runs the rollout: verl's manager, or a CPU's, and the one that also sends finished rows to the teacher
+OVERLAP_V0 = {
+    None: "opd.agent_loop.OverlapManager",
+    "opd.cpu.agent_loop.CpuAgentLoopManager": "opd.cpu.agent_loop.CpuOverlapManager",
+}
+OVERLAP_V1 = {None: "opd.agent_loop_v1.OverlapManagerTQ"}
+
+
+def manager_class(config: DictConfig) -> str | None:
+    """The agent loop manager that a composed configuration asks for; None: verl's own.
+
+    Raises:
+        ConfigError: teacher.overlap with a manager that does not know of it.
+    """
+    name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    ours = OVERLAP_V1 if config.trainer.use_v1 else OVERLAP_V0
+    if not config.teacher.overlap or name in ours.values():
+        return name
+    if name not in ours:
+        raise ConfigError(
+            f"teacher.overlap=true, but agent_loop_manager_class={name} does not send finished rows to the teacher; "
+            "set teacher.overlap=false, or make its worker a subclass of opd.agent_loop.OverlapWorker as "
+            f"{ours[None]} does"
+        )
+    return ours[name]
+
+
 def addresses(teacher: Any) -> list[str]:
-    """The addresses of a composed `teacher` block."""
-    return [a.strip() for a in teacher.address.split(",") if a.strip()]
+    """The addresses at `teacher.address` of a composed `teacher` block."""
+    return [] if OmegaConf.is_missing(teacher, "address") else _split(teacher.address)
+
+
+def teachers(teacher: Any) -> dict[str, list[str]]:
+    """The addresses of every teacher that rows may go to, by its name."""
+    named = {name: _split(where) for name, where in teacher.teachers.items()}
+    # addresses of the default one only where it is asked for: run_opd.sh always gives one
+    if not named or any(DEFAULT in route for route in routes(teacher).values()):
+        named[DEFAULT] = addresses(teacher)
+    return named
+
+
+def routes(teacher: Any) -> dict[str, Route]:
+    """The weights of each value's teachers.
+
+    Raises:
+        ConfigError: as opd/routing.py read_routes.
+    """
+    plain: Any = OmegaConf.to_container(OmegaConf.create(teacher.routes), resolve=True)
+    return read_routes(plain, [*teacher.teachers, DEFAULT])
+
+
+def _split(where: str) -> list[str]:
+    return [a.strip() for a in where.split(",") if a.strip()]
 
 
 def check_verl(*, v1: bool = False) -> None:

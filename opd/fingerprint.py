@@ -33,11 +33,45 @@ def tokenizer_fingerprint(tokenizer: HasVocab) -> str:
     Returns:
         32 hexadecimal digits.
     """
-    h = _hash()
+    return vocabulary_fingerprint(vocabulary_bytes(tokenizer))
+
+
+def vocabulary_bytes(tokenizer: HasVocab) -> bytes:
+    """The token -> id map as the bytes that its fingerprint is a hash of, so that whoever gets both can check them.
+
+    For each token, in the order of the ids: its id, the number of its UTF-8 bytes, and those: b"0 1 a1 2 bc".
+    """
+    parts = []
     for token_id, token in sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items()):
         data = token.encode("utf-8", "surrogatepass")
-        h.update(b"%d %d " % (token_id, len(data)) + data)
-    return h.hexdigest()
+        parts.append(b"%d %d " % (token_id, len(data)) + data)
+    return b"".join(parts)
+
+
+def vocabulary_fingerprint(vocabulary: bytes) -> str:
+    """The fingerprint of what vocabulary_bytes returned."""
+    h = _hash()
+    h.update(vocabulary)
+    return str(h.hexdigest())
+
+
+def read_vocabulary(vocabulary: bytes) -> set[tuple[int, str]]:
+    """(id, token) pairs of what vocabulary_bytes returned, perhaps in another process.
+
+    Raises:
+        ValueError: bytes that it does not return.
+    """
+    pairs = set()
+    at = 0
+    while at < len(vocabulary):
+        id_end = vocabulary.index(b" ", at)
+        length_end = vocabulary.index(b" ", id_end + 1)
+        token_id, length = int(vocabulary[at:id_end]), int(vocabulary[id_end + 1 : length_end])
+        begin, at = length_end + 1, length_end + 1 + length
+        if length < 0 or at > len(vocabulary):
+            raise ValueError(f"token {token_id} has {length} bytes, and {len(vocabulary) - begin} are left")
+        pairs.add((token_id, vocabulary[begin:at].decode("utf-8", "surrogatepass")))
+    return pairs
 
 
 def model_fingerprint(model: Any, dtype: str) -> str:

@@ -1,17 +1,19 @@
 """What has to be true of a teacher before the first step: checked once, at the start, in one place.
 
 A vocabulary that one side padded is no mismatch (Qwen2.5 has heads of 151,936 and of 152,064 rows over one tokenizer):
-what counts is that both map the same tokens to the same ids, and that the teacher has a row for each of them.
+what counts is that both map the same tokens to the same ids, and that the teacher has a row for each of them. A teacher
+that knows more tokens than the student passes too: none of the student's ids means something else to it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from opd.errors import ConfigError, TeacherMismatch
-from opd.fingerprint import tokenizer_fingerprint
-from opd.wire import ModelInfo
+from opd.errors import ConfigError, RequestRefused, TeacherMismatch
+from opd.fingerprint import read_vocabulary, tokenizer_fingerprint
+from opd.wire import ModelInfo, clip
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +49,19 @@ def read_student(path: str, *, max_length: int, temperature: float) -> Student:
     return Student(path, tokenizer, text_config.vocab_size, eos_ids, max_length, temperature)
 
 
-def check_teacher(teacher: ModelInfo, student: Student) -> None:
+def check_teacher(teacher: ModelInfo, student: Student, vocabulary: Callable[[], bytes] | None = None) -> None:
     """Compare a teacher that is ready with the student that it is to teach.
+
+    Args:
+        vocabulary: asks the teacher which token each id is (TeacherClient.vocabulary); called only when the
+            fingerprints of the tokenizers differ. Without it, these have to be equal.
 
     Raises:
         TeacherMismatch: other tokenizer, a vocabulary that lacks tokens, or too short; names both sides' values.
         ConfigError: a rollout temperature that this teacher cannot apply.
     """
     if teacher.tokenizer != tokenizer_fingerprint(student.tokenizer):
-        theirs = f"has the tokenizer {teacher.tokenizer}" if teacher.tokenizer else "does not know its tokenizer"
-        raise TeacherMismatch(
-            f"the teacher {teacher.name!r} {theirs}, the student {student.name!r} has "
-            f"{tokenizer_fingerprint(student.tokenizer)}: the same id would mean different tokens. "
-            "Use a teacher of the student's model family, with its tokenizer in its folder"
-        )
+        _check_tokens(teacher, student, vocabulary)
     top_id = max(student.tokenizer.get_vocab().values())
     if teacher.vocab_size <= top_id:
         raise TeacherMismatch(
@@ -93,3 +94,45 @@ def check_teacher(teacher: ModelInfo, student: Student) -> None:
             sorted(teacher.eos_ids),
             sorted(student.eos_ids),
         )
+
+
+def _check_tokens(teacher: ModelInfo, student: Student, vocabulary: Callable[[], bytes] | None) -> None:
+    """For fingerprints that differ: pass if each of the student's ids is the same token for the teacher."""
+    theirs = f"has the tokenizer {teacher.tokenizer}" if teacher.tokenizer else "does not know its tokenizer"
+    difference = ""
+    if teacher.tokenizer and vocabulary is not None:
+        try:
+            pairs = read_vocabulary(vocabulary())
+        except RequestRefused as e:
+            difference = f" (it cannot say which: {e})"
+        except ValueError as e:
+            raise TeacherMismatch(f"the vocabulary of the teacher {teacher.name!r} cannot be read: {e}") from None
+        else:
+            tokens = student.tokenizer.get_vocab()
+            difference = first_difference(tokens, pairs)
+            if not difference:
+                more = len(pairs) - len(tokens)
+                logger.info("the teacher %r has the student's %d tokens and %d more", teacher.name, len(tokens), more)
+                return
+    raise TeacherMismatch(
+        f"the teacher {teacher.name!r} {theirs}, the student {student.name!r} has "
+        f"{tokenizer_fingerprint(student.tokenizer)}: the same id would mean different tokens{difference}. "
+        "Use a teacher of the student's model family, with its tokenizer in its folder"
+    )
+
+
+def first_difference(student: Mapping[str, int], teacher: Collection[tuple[int, str]]) -> str:
+    """The lowest of the student's ids that is not the same token for the teacher, in words; "" if there is none.
+
+    Args:
+        student: token -> id.
+        teacher: (id, token) pairs.
+    """
+    mine = {(token_id, token) for token, token_id in student.items()}
+    differ = sorted(mine.difference(teacher))
+    if not differ:
+        return ""
+    token_id, token = differ[0]
+    others = sorted(other for other_id, other in teacher if other_id == token_id)
+    theirs = f"{clip(repr(others[0]))} for the teacher" if others else "no token of the teacher's"
+    return f": id {token_id} is {clip(repr(token))} for the student and {theirs} ({len(differ)} of {len(mine)} differ)"

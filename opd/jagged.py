@@ -17,9 +17,11 @@ Shapes: N rows in verl's batch, B of them real; P, R the longest prompt and resp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorData
 
 from opd.loss.settings import LOSS
 
@@ -62,6 +64,17 @@ def to_padded(data: Mapping[str, torch.Tensor], rows: Sequence[int]) -> dict[str
         "response_mask_BR": response_mask_BR,
         "old_log_probs_BR": old_log_probs_BR,
     }
+
+
+def to_lists(data: Mapping[str, Any], names: Sequence[str], rows: Sequence[int]) -> dict[str, list[Any]]:
+    """Columns of the data set, which verl stores beside the tensors, for the chosen rows; without those not there."""
+    lists = {}
+    for name in names:
+        if name in data:
+            # depending on what TransferQueue stores in, a list, an array, or a stack of wrapped values
+            values = [value.data if isinstance(value, NonTensorData) else value for value in data[name]]
+            lists[name] = [values[i] for i in rows]
+    return lists
 
 
 def to_columns(

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from opd.config import TeacherConfig, check, check_verl
 from opd.errors import ConfigError, OPDError
 from opd.task_runner import make_task_runner, shake_hands
+from opd.teacher_record import keep_teachers
 
 REPO = Path(__file__).resolve().parent.parent
 # v0 is verl's older trainer; the others are the modes of its V1 trainer
@@ -52,7 +53,9 @@ def compose(recipe: Path, overrides: list[str], *, cpu: bool, trainer: str = "v0
         # not before it is known: importing anything of opd.cpu turns verl to the CPU
         from opd.cpu.settings import OVERRIDES, OVERRIDES_V0, OVERRIDES_V1
 
-        overrides = [*OVERRIDES, *(OVERRIDES_V0 if trainer == "v0" else OVERRIDES_V1), *overrides]
+        # teacher and trainer share the cores there, and scoring in small batches takes more of them than it hides
+        cpu_overrides = [*OVERRIDES, *(OVERRIDES_V0 if trainer == "v0" else OVERRIDES_V1), "teacher.overlap=False"]
+        overrides = [*cpu_overrides, *overrides]
     ConfigStore.instance().store(group="teacher", name="base", node=TeacherConfig)
     try:
         with initialize_config_dir(str(recipe.resolve()), version_base=None):
@@ -158,7 +161,9 @@ def main(argv: list[str] | None = None) -> int:
         OmegaConf.save(config, args.run_dir / "config.yaml", resolve=True)
         # verl's "file" logger; the Ray processes of a local cluster inherit it
         os.environ["VERL_FILE_LOGGER_PATH"] = str(fresh_metrics(args.run_dir.resolve()))
-        shake_hands(config).client.close()  # before Ray starts: what is wrong with the teacher is said in seconds
+        teacher = shake_hands(config)  # before Ray starts: what is wrong with the teacher is said in seconds
+        teacher.client.close()
+        keep_teachers(config.trainer, teacher.models)
         run(config, cpu=cpu)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

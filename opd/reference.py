@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from opd import kl
-from opd.align import to_padded, to_rows, topk_to_padded
+from opd import kl, routing
+from opd.align import Rows, to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
 from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
+from opd.routing import DEFAULT, Part, Router
+from opd.teacher_prompt import TeacherPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -36,30 +39,46 @@ class TeacherReference:
     """Asks the teacher about a batch and puts its values where verl keeps the reference policy's.
 
     Args:
-        client: has passed `wait_until_ready`.
+        client: of the teacher, or of several (opd/routing.py); has passed `wait_until_ready`.
         config: the `teacher` block of the configuration.
         temperature: of the rollout; the teacher's logits are divided by it, as the student's are.
         loss: what the values are for (opd/config.py teacher_loss); verl's KL loss at a coefficient of 1 by default.
+        prompts: makes the prompts that the teacher sees in place of the student's.
 
     Raises:
         ConfigError: a larger top-k than this teacher gives.
     """
 
     def __init__(
-        self, client: TeacherClient, config: Any, *, temperature: float = 1.0, loss: TeacherLoss | None = None
+        self,
+        client: TeacherClient | Router,
+        config: Any,
+        *,
+        temperature: float = 1.0,
+        loss: TeacherLoss | None = None,
+        prompts: TeacherPrompt | None = None,
     ):
         self.client = client
         self.config = config
         self.temperature = temperature
         self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
+        self.prompts = prompts
         self.complained = False
-        model = client.wait_until_ready(config.ready_timeout_s)
-        self.vocab_size = model.vocab_size
-        if self.loss.settings.topk > model.max_topk:
-            raise ConfigError(
-                f"teacher.topk={self.loss.settings.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
-                "most; lower it, or start the teacher with a larger --max-topk"
-            )
+        ready = client.wait_until_ready(config.ready_timeout_s)
+        self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
+        self.vocab_size = max(model.vocab_size for model in self.models.values())
+        for model in self.models.values():
+            if self.loss.settings.topk > model.max_topk:
+                raise ConfigError(
+                    f"teacher.topk={self.loss.settings.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
+                    "most; lower it, or start the teacher with a larger --max-topk"
+                )
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Columns of the data that `values` needs beside the batch's tensors; none with one teacher and no prompts."""
+        routed = [self.client.route_by] if isinstance(self.client, Router) else []
+        return tuple(dict.fromkeys([*routed, *(self.prompts.columns if self.prompts is not None else ())]))
 
     def values(
         self,
@@ -69,6 +88,7 @@ class TeacherReference:
         response_mask_BR: Any,
         old_log_probs_BR: Any,
         step: int,
+        data_columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> TeacherValues:
         """Score a batch.
 
@@ -77,38 +97,37 @@ class TeacherReference:
             response_mask_BR: 1 on the tokens that the student sampled and that the loss counts.
             old_log_probs_BR: the student's own, what padding and neutralised rows are filled with.
             step: verl's global step, counted from 1.
+            data_columns: those that self.data_columns names, a value for each row.
 
         Raises:
-            TeacherError: no value for a row under on_row_error=raise, too many such rows under neutral, no teacher
-                within timeout_s, or a teacher that says the same about every token.
+            TeacherError: a column that is missing, or a row that no teacher or no prompt belongs to; no value for a row
+                under on_row_error=raise, too many such rows under neutral, no teacher within timeout_s, or a teacher
+                that says the same about every token.
         """
         start_s = time.monotonic()
         old_BR = np.asarray(old_log_probs_BR, dtype=np.float32)
         counts_BR = np.asarray(response_mask_BR) == 1
         batch = to_rows(input_ids_BS, attention_mask_BS, prompt_width=np.shape(input_ids_BS)[1] - old_BR.shape[1])
         neutral_allowed = self.config.on_row_error == "neutral"
-        scores = self.client.score(
-            batch.rows,
-            batch.starts,
-            topk=self.loss.settings.topk,
-            temperature=self.temperature,
-            timeout_s=self.config.timeout_s,
-            return_row_errors=neutral_allowed,
-        )
+        scores, parts = self._ask(batch, data_columns or {}, return_row_errors=neutral_allowed)
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
         counts_BR = counts_BR.copy()
         counts_BR[neutral_rows] = False  # a KL of 0 by construction is no measurement
+        by_teacher = routing.metrics(parts, old_BR, counts_BR)
         kl.refuse_collapsed(ref_BR[counts_BR], self.vocab_size)
         seconds = time.monotonic() - start_s
         num_tokens = int(batch.response_lengths.sum())
         metrics = kl.estimates(old_BR[counts_BR], ref_BR[counts_BR]) | {
-            "opd/teacher_seconds": seconds,
+            "opd/teacher_seconds": seconds,  # that the step waited for; what was computed before it is not in it
+            "opd/teacher_seconds_spent": scores.stats.score_ms / 1000,  # by all replicas together, whenever it was
+            "opd/cached_rows": float(scores.stats.cached),
             "opd/scored_tokens_per_s": num_tokens / seconds,
             "opd/retries": float(scores.stats.retries),
             "opd/neutral_rows": float(len(neutral_rows)),
         }
+        metrics |= by_teacher
         columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))}
         columns |= self._topk_columns(scores, batch.response_lengths, counts_BR, metrics)
         if "opd/reverse_kl_k1" in metrics:
@@ -124,6 +143,29 @@ class TeacherReference:
             metrics.get("opd/reverse_kl_k1", float("nan")),
         )
         return TeacherValues(columns, metrics)
+
+    def _ask(
+        self, batch: Rows, data_columns: Mapping[str, Sequence[Any]], *, return_row_errors: bool
+    ) -> tuple[Scores, dict[str, Part]]:
+        """The values of a batch; with several teachers also what each of them said."""
+        missing = [name for name in self.data_columns if name not in data_columns]
+        if missing:
+            raise TeacherError(
+                f"the batch has no column {missing[0]!r}, which teacher.route_by or a prompt for the teacher needs; "
+                f"it has {', '.join(data_columns) or 'none'}"
+            )
+        if self.prompts is not None:
+            batch = self.prompts.replace(batch, data_columns)
+        arguments: dict[str, Any] = {
+            "topk": self.loss.settings.topk,
+            "temperature": self.temperature,
+            "timeout_s": self.config.timeout_s,
+            "return_row_errors": return_row_errors,
+        }
+        if isinstance(self.client, Router):
+            routed = self.client.score(batch.rows, batch.starts, values=data_columns[self.client.route_by], **arguments)
+            return routed.scores, routed.parts
+        return self.client.score(batch.rows, batch.starts, prefetched=self.config.overlap, **arguments), {}
 
     def _topk_columns(
         self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]

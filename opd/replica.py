@@ -16,12 +16,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from opd.chunks import MAX_REPLY_BYTES, Chunk, reply_bytes, request_bytes
+from opd.chunks import MAX_REPLY_BYTES, Chunk, request_bytes
 from opd.deadline import Backoff
 from opd.errors import ConfigError, TeacherMismatch, WireError
 from opd.wire import (
@@ -33,11 +33,13 @@ from opd.wire import (
     Request,
     ServerInfo,
     SleepRequest,
+    VocabRequest,
     WakeRequest,
     clip,
     decode_reply,
     encode_request,
     new_id,
+    reply_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ _EVENTS = (
 )
 _MESSAGES_PER_TURN = 64  # a peer that floods must not keep the caller from looking at its deadline
 _RETRY_SEND_S = 0.05
+Order: TypeAlias = type[SleepRequest] | type[WakeRequest] | type[VocabRequest]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ class Attempt:
     @property
     def wire_bytes(self) -> int:
         """What it moves over the link, there and back."""
-        return request_bytes(len(self.chunk.rows), self.chunk.tokens) + reply_bytes(self.chunk.scored, self.topk)
+        scored, candidates = self.chunk.scored, self.question.num_candidates
+        sent = request_bytes(len(self.chunk.rows), self.chunk.tokens, scored * candidates)
+        return sent + reply_bytes(scored, self.topk, candidates)
 
 
 class Answer(NamedTuple):
@@ -123,6 +128,7 @@ class Replica:
         self.inflight: dict[bytes, Attempt] = {}
         self.lost: list[Attempt] = []  # for the client to send again
         self.info: ServerInfo | None = None  # the last one heard, also from an earlier connection
+        self.vocabulary = b""  # the answer to VocabRequest
         self.boot = ""
         self.up = False
         self.was_up = False
@@ -130,7 +136,7 @@ class Replica:
         self.busy = ""  # why, if it said so
         self.refused = ""  # set when it is no teacher, or not one for us: a setting is wrong
         self.generation = 0  # answers to info or ping so far
-        self.order: type[SleepRequest] | type[WakeRequest] | None = None  # to be sent in place of the next ping,
+        self.order: Order | None = None  # to be sent in place of the next ping,
         self.order_refused = ("", "")  # and why it was refused: code and message
         self._order_sent = False  # the outstanding ping is the order
         self._context, self._client_name, self._timing, self._backoff = context, client_name, timing, backoff
@@ -366,6 +372,7 @@ class Replica:
         info = reply.info
         if self._order_sent and reply.status == "ok":
             self.order = None
+            self.vocabulary = bytes(reply.vocab) or self.vocabulary
         elif self._order_sent and not reply.retryable:
             self.order_refused = (clip(reply.code), clip(reply.message))
         if reply.status != "ok" or info is None:

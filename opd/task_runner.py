@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from opd.config import addresses, teacher_loss
+from opd.config import manager_class, routes, teacher_loss, teachers
+from opd.data_files import read_columns
+from opd.routing import DEFAULT, Router
+from opd.teacher_prompt import RAW_PROMPT, TeacherPrompt, read_template
+from opd.teacher_record import keep_teachers
 
 if TYPE_CHECKING:  # verl is slow to import, and opd.cpu has to come first
+    from opd.handshake import Student
     from opd.reference import TeacherReference
+
+logger = logging.getLogger(__name__)
 
 
 def make_task_runner(config: DictConfig, *, cpu: bool) -> Any:
@@ -34,9 +41,68 @@ def shake_hands(config: DictConfig) -> TeacherReference:
         max_length=config.data.max_prompt_length + config.data.max_response_length,
         temperature=float(rollout.temperature),
     )
-    client = TeacherClient(addresses(config.teacher), max_tokens_per_request=config.teacher.max_tokens_per_request)
-    check_teacher(client.wait_until_ready(config.teacher.ready_timeout_s), student)
-    return TeacherReference(client, config.teacher, temperature=student.temperature, loss=teacher_loss(config))
+    settings = config.teacher
+    prompts = _teacher_prompts(config, student.tokenizer)
+    router = Router(
+        {
+            name: TeacherClient(where, max_tokens_per_request=settings.max_tokens_per_request)
+            for name, where in teachers(settings).items()
+        },
+        routes(settings),
+        route_by=settings.route_by,
+    )
+    try:
+        models = router.wait_until_ready(settings.ready_timeout_s)
+        student = _with_teachers_prompts(config, student, prompts, min(model.max_length for model in models.values()))
+        for name, model in models.items():
+            check_teacher(model, student, router.clients[name].vocabulary)
+        if settings.teachers:
+            columns = read_columns(config.data, [settings.route_by])
+            if columns is not None:
+                router.check_values(columns[settings.route_by], "data.train_files")
+        # one teacher needs no column that says so
+        client = router if settings.teachers else router.clients[DEFAULT]
+        loss = teacher_loss(config)
+        return TeacherReference(client, settings, temperature=student.temperature, loss=loss, prompts=prompts)
+    except BaseException:
+        router.close()
+        raise
+
+
+def _teacher_prompts(config: DictConfig, tokenizer: Any) -> TeacherPrompt | None:
+    teacher = config.teacher
+    if teacher.system_prompt is None and teacher.prompt_column is None and teacher.chat_template is None:
+        return None
+    custom = config.actor_rollout_ref.model.get("custom_chat_template")
+    if custom is not None:
+        tokenizer.chat_template = custom  # as verl does for the student
+    return TeacherPrompt(
+        tokenizer,
+        system_prompt=teacher.system_prompt,
+        prompt_column=teacher.prompt_column,
+        chat_template=None if teacher.chat_template is None else read_template(teacher.chat_template),
+        template_arguments=config.data.get("apply_chat_template_kwargs"),
+    )
+
+
+def _with_teachers_prompts(
+    config: DictConfig, student: Student, prompts: TeacherPrompt | None, max_length: int
+) -> Student:
+    """The student with the longest row that the teacher will get, where its prompts are others and are known."""
+    if prompts is None:
+        return student
+    data = config.data
+    names = {name: data.prompt_key if name == RAW_PROMPT else name for name in prompts.columns}
+    columns = read_columns(data, list(names.values()))
+    if columns is None:
+        return student
+    longest = prompts.longest(
+        {name: columns[column] for name, column in names.items()},
+        limit=max_length - data.max_response_length,
+        max_student=data.max_prompt_length,
+    )
+    logger.info("the longest prompt for the teacher has %d ids", longest)
+    return student._replace(max_length=longest + data.max_response_length)
 
 
 def _start(config: DictConfig) -> TeacherReference:
@@ -46,7 +112,11 @@ def _start(config: DictConfig) -> TeacherReference:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     OmegaConf.resolve(config)
+    manager = manager_class(config)
+    if manager is not None:
+        OmegaConf.update(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, force_add=True)
     teacher = shake_hands(config)
+    keep_teachers(config.trainer, teacher.models)  # again: it is this handshake's teacher that trains
     validate_config(config=config, use_reference_policy=False, use_critic=need_critic(config))
     return teacher
 

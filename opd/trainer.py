@@ -17,6 +17,7 @@ from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from opd.reference import TeacherReference
+from opd.teacher_prompt import RAW_PROMPT
 from opd.worker import METRICS_KEY
 
 
@@ -36,6 +37,18 @@ class OPDTrainer(RayPPOTrainer):
             response_mask_BR=data["response_mask"].numpy(),
             old_log_probs_BR=data["old_log_probs"].numpy(),
             step=self.global_steps,
+            data_columns={n: batch.non_tensor_batch[n] for n in self._columns(batch)},
         )
         columns: dict[str, Any] = {name: torch.from_numpy(column) for name, column in values.columns.items()}
         return DataProto.from_single_dict(columns, meta_info={METRICS_KEY: values.metrics})
+
+    def _columns(self, batch: DataProto) -> list[str]:
+        return [name for name in self.teacher.data_columns if name in batch.non_tensor_batch]
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """verl's, which moves all columns of the data but its own four to the rollout, from where not all come back."""
+        # the rollout gives raw_prompt back itself
+        kept = {n: batch.non_tensor_batch[n] for n in self._columns(batch) if n != RAW_PROMPT}
+        generated = super()._get_gen_batch(batch)
+        batch.non_tensor_batch.update(kept)
+        return generated

@@ -26,7 +26,7 @@ from verl.trainer.ppo.v1 import (
 )
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from opd.jagged import FIELDS, to_columns, to_padded
+from opd.jagged import FIELDS, to_columns, to_lists, to_padded
 from opd.reference import TeacherReference
 from opd.worker import OPDWorker
 
@@ -44,9 +44,12 @@ class OPDTrainerV1(PPOTrainer):
     worker: type[ActorRolloutRefWorker] = OPDWorker  # another one has to be set before `init()`
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+        names = self.teacher.data_columns
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*FIELDS, *names])
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-        values = self.teacher.values(**to_padded(data, rows), step=self.global_steps)
+        values = self.teacher.values(
+            **to_padded(data, rows), step=self.global_steps, data_columns=to_lists(data, names, rows)
+        )
         fields = TensorDict(to_columns(values.columns, data["old_log_probs"], rows), batch_size=len(batch))
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         # V0's names, which verl's worker group prefixes: a plot of one trainer's run reads the other's

@@ -1,23 +1,28 @@
 """Wire format between the trainer and the teacher, protocol version 1.
 
 The client writes a request and reads a Reply; the server does the reverse. A message is the REQ/REP envelope, one
-msgpack map, and, in a top-k reply only, the two raw frames that the map names. Arrays are little-endian `bin`, never
-msgpack lists. Nothing here opens a socket, so every rule below is tested with bytes alone.
+msgpack map, and, in a reply with top-k or candidates, the raw frames that the map names. Arrays are little-endian
+`bin`, never msgpack lists. Nothing here opens a socket, so every rule below is tested with bytes alone.
 
-Shapes: n = rows, S = all ids of all rows, N = all scored positions = sum(lengths - starts), K = topk.
+A request may name C candidate ids for each scored position, one row behind the other, and gets the log-prob of each; an
+id that comes twice at a position has its value twice. They are inside the map, so that every request is one frame: the
+copy that this costs takes 2 ms for 65,536 positions of 64, next to what scoring so many takes.
+
+Shapes: n = rows, S = all ids of all rows, N = all scored positions = sum(lengths - starts), K = topk,
+C = num_candidates. A row whose start is out of range has no scored positions, and so no candidates.
 
 Not covered: compression, streaming, encryption.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 from msgspec import Meta, Struct
 
 from opd.errors import RowError, WireError
@@ -49,6 +54,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: Text
     backend: Text
     temperature: bool  # whether a temperature other than 1 is applied to the logits
+    max_candidates: Count = 0  # per position; 0: this backend scores the sampled ids and its own top-k only
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +88,7 @@ class Counters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answer to `info`, `ping`, `sleep` and `wake`. `model` is None until the worker has loaded it once."""
+    """Answer to `info`, `ping`, `sleep`, `wake` and `vocab`. `model` is None until the worker has loaded it once."""
 
     state: State
     detail: Text  # one sentence for people: what it is doing, or why it failed
@@ -123,6 +129,10 @@ class WakeRequest(_Request, tag="wake"):
     """Take the memory back. Answered at once; `info` tells when it is done."""
 
 
+class VocabRequest(_Request, tag="vocab"):
+    """Which token is each id? For a client whose tokenizer has another fingerprint, to find out where they differ."""
+
+
 class _RowsRequest(_Request):
     budget_ms: Count  # time left when it was sent: relative, since wall clocks differ
     lengths: memoryview  # int32 [n], prompt + response
@@ -131,6 +141,8 @@ class _RowsRequest(_Request):
     topk: Annotated[int, Meta(ge=0, le=65_536)] = 0
     temperature: Annotated[float, Meta(gt=0.0, le=1e3)] = 1.0
     expect: Expect | None = None
+    num_candidates: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    candidates: memoryview = memoryview(b"")  # int32 [N, C]
 
 
 class ScoreRequest(_RowsRequest, tag="score"):
@@ -145,7 +157,9 @@ class PrefetchRequest(_RowsRequest, tag="prefetch"):
     """
 
 
-Request: TypeAlias = InfoRequest | PingRequest | ScoreRequest | PrefetchRequest | SleepRequest | WakeRequest
+Request: TypeAlias = (
+    InfoRequest | PingRequest | ScoreRequest | PrefetchRequest | SleepRequest | WakeRequest | VocabRequest
+)
 
 
 class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -160,21 +174,34 @@ class Reply(Struct, kw_only=True, forbid_unknown_fields=True):
     message: Text = ""
     retryable: bool = False
     retry_after_ms: Count = 0
-    # info, ping, sleep and wake
+    # info, ping, sleep, wake and vocab
     info: ServerInfo | None = None
+    # vocab
+    vocab: memoryview = memoryview(b"")  # opd/fingerprint.py vocabulary_bytes: what the tokenizer's fingerprint hashes
     # score
     model: Text = ""
     tokenizer: Text = ""
     logprobs: memoryview = memoryview(b"")  # float32 [N]; NaN on the rows in row_errors
-    frames: Annotated[list[Text], Meta(max_length=2)] = []  # names of the raw frames behind the map, in their order
+    frames: Annotated[list[Text], Meta(max_length=3)] = []  # names of the raw frames behind the map, in their order
     row_errors: list[tuple[Count, Text, Text]] = []  # row, code, message
     ids_digest: bytes = b""  # digest() of the question that was answered
     queue_ms: float = 0.0
-    score_ms: float = 0.0
+    score_ms: float = 0.0  # the worker's time on these rows, also when it was spent for an earlier request
     cached_rows: Count = 0  # whose values were computed for an earlier request
 
 
 TOPK_FRAMES = ("topk_ids", "topk_logprobs")  # int32 [N, K], float32 [N, K]
+CANDIDATE_FRAMES = ("candidate_logprobs",)  # float32 [N, C]
+
+
+def frame_names(topk: int, num_candidates: int) -> tuple[str, ...]:
+    """The raw frames of a reply to a request for these, in their order."""
+    return (TOPK_FRAMES if topk else ()) + (CANDIDATE_FRAMES if num_candidates else ())
+
+
+def reply_bytes(scored: int, topk: int, num_candidates: int) -> int:
+    """4 bytes for the sampled token, 8 for each of its top-k, 4 for each of its candidates."""
+    return scored * (4 + 8 * topk + 4 * num_candidates)
 
 
 class _Head(Struct):
@@ -195,7 +222,7 @@ def _no_extensions(code: int, data: memoryview) -> Any:
 _head_decoder = msgspec.msgpack.Decoder(_Head, ext_hook=_no_extensions)
 _request_decoder = msgspec.msgpack.Decoder(Request, ext_hook=_no_extensions)
 _reply_decoder = msgspec.msgpack.Decoder(Reply, ext_hook=_no_extensions)
-_OPS = ("score", "info", "ping", "prefetch", "sleep", "wake")
+_OPS = ("score", "info", "ping", "prefetch", "sleep", "wake", "vocab")
 
 
 def new_id() -> bytes:
@@ -208,11 +235,16 @@ def clip(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def digest(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray) -> bytes:
-    """Name a question by its content: blake2b over the three int32 arrays, 16 bytes."""
-    h = hashlib.blake2b(digest_size=ID_BYTES)
-    for array in (lengths, starts, ids):
-        h.update(len(array).to_bytes(8, "little"))
+def digest(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray, candidates: np.ndarray | None = None) -> bytes:
+    """Name a question by its content: XXH3-128 over each array's size (uint64) and its int32 values, 16 bytes.
+
+    Candidates are a fourth array, which is there only where they were asked for.
+
+    It tells questions apart that were mixed up. It is no defence against a teacher that lies: nothing here could be.
+    """
+    h = xxhash.xxh3_128()
+    for array in (lengths, starts, ids) if candidates is None else (lengths, starts, ids, candidates):
+        h.update(array.size.to_bytes(8, "little"))
         h.update(to_bin(array, np.int32))
     return h.digest()
 
@@ -263,12 +295,21 @@ def decode_request(body: Any) -> Request:
     return _decode(_request_decoder, body)
 
 
-def encode_reply(reply: Reply, topk_ids: np.ndarray | None = None, topk_logprobs: np.ndarray | None = None) -> list:
-    """Frames behind the envelope's empty one: the map, then the raw top-k frames if there are any."""
-    if topk_ids is None or topk_logprobs is None:
-        return [_encoder.encode(reply)]
-    reply.frames = list(TOPK_FRAMES)
-    return [_encoder.encode(reply), to_bin(topk_ids, np.int32), to_bin(topk_logprobs, np.float32)]
+def encode_reply(
+    reply: Reply,
+    topk_ids: np.ndarray | None = None,
+    topk_logprobs: np.ndarray | None = None,
+    candidate_logprobs: np.ndarray | None = None,
+) -> list:
+    """Frames behind the envelope's empty one: the map, then the raw frames if there are any."""
+    raw = []
+    if topk_ids is not None and topk_logprobs is not None:
+        raw += [to_bin(topk_ids, np.int32), to_bin(topk_logprobs, np.float32)]
+    if candidate_logprobs is not None:
+        raw.append(to_bin(candidate_logprobs, np.float32))
+    if raw:
+        reply.frames = list(frame_names(len(raw) > 1, candidate_logprobs is not None))
+    return [_encoder.encode(reply), *raw]
 
 
 def decode_reply(frames: Sequence[Any]) -> tuple[Reply, dict[str, Any]]:
@@ -283,7 +324,8 @@ def decode_reply(frames: Sequence[Any]) -> tuple[Reply, dict[str, Any]]:
     if head.v != PROTOCOL_VERSION:
         raise WireError("version", f"reply has protocol version {head.v}; this client speaks {PROTOCOL_VERSION}")
     reply: Reply = _decode(_reply_decoder, frames[0])
-    if len(frames) - 1 != len(reply.frames) or tuple(reply.frames) not in ((), TOPK_FRAMES):
+    known = [frame_names(topk, candidates) for topk in (0, 1) for candidates in (0, 1)]
+    if len(frames) - 1 != len(reply.frames) or tuple(reply.frames) not in known:
         raise WireError("schema", f"{len(frames) - 1} frames follow the map, which names {reply.frames}")
     return reply, dict(zip(reply.frames, frames[1:], strict=True))
 
@@ -305,10 +347,16 @@ class Question(Struct, frozen=True):
     lengths: np.ndarray  # int32 [n]
     starts: np.ndarray  # int32 [n]
     ids: np.ndarray  # int32 [S]
+    candidates: np.ndarray | None = None  # int32 [N, C]; None when C is 0
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """What digest() takes."""
-        return self.lengths, self.starts, self.ids
+        return self.lengths, self.starts, self.ids, self.candidates
+
+    @property
+    def num_candidates(self) -> int:
+        """C"""
+        return 0 if self.candidates is None else int(self.candidates.shape[1])
 
     def rows(self) -> list[np.ndarray]:
         """The ids of each row, as views."""
@@ -338,20 +386,24 @@ def unpack(request: ScoreRequest | PrefetchRequest, limits: Limits) -> Question:
     if lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) != len(ids):
         raise WireError("schema", f"lengths add up to {lengths.sum(dtype=np.int64)} but there are {len(ids)} ids")
     question = Question(lengths, starts, ids)
-    # 4 bytes for the sampled token, 8 for each of its top-k
-    reply_bytes = int(question.counts().sum()) * (4 + 8 * request.topk)
-    if reply_bytes > limits.max_reply_bytes:
+    scored, width = int(question.counts().sum()), request.num_candidates
+    nbytes = reply_bytes(scored, request.topk, width)
+    if nbytes > limits.max_reply_bytes:
         raise WireError(
-            "limit", f"the reply would have {reply_bytes} bytes; this server sends {limits.max_reply_bytes} at most"
+            "limit", f"the reply would have {nbytes} bytes; this server sends {limits.max_reply_bytes} at most"
         )
-    return question
+    candidates = from_bin(request.candidates, np.int32, "candidates")
+    if len(candidates) != scored * width:
+        message = f"{len(candidates)} candidates, where {scored} scored positions of {width} have {scored * width}"
+        raise WireError("schema", message)
+    return Question(lengths, starts, ids, candidates.reshape(scored, width)) if width else question
 
 
 def check_model(request: ScoreRequest | PrefetchRequest, model: ModelInfo) -> None:
     """What a request asks of the model as a whole.
 
     Raises:
-        WireError: code model_mismatch, limit or temperature.
+        WireError: code model_mismatch, limit, candidates_unsupported or temperature.
     """
     if request.expect is not None:
         for name in ("model", "tokenizer"):
@@ -361,6 +413,12 @@ def check_model(request: ScoreRequest | PrefetchRequest, model: ModelInfo) -> No
                 raise WireError("model_mismatch", message)
     if request.topk > model.max_topk:
         raise WireError("limit", f"topk {request.topk} is above this teacher's {model.max_topk}")
+    if request.num_candidates and not model.max_candidates:
+        message = f"this teacher's backend {model.backend} scores sampled ids and its own top-k, no candidates; use hf"
+        raise WireError("candidates_unsupported", message)
+    if request.num_candidates > model.max_candidates:
+        message = f"{request.num_candidates} candidates per position; this teacher takes {model.max_candidates}"
+        raise WireError("limit", message)
     if request.temperature != 1.0 and not model.temperature:
         message = f"this teacher's backend {model.backend} scores at temperature 1 only, not {request.temperature:g}"
         raise WireError("temperature", message)
@@ -388,4 +446,26 @@ def check_rows(question: Question, model: ModelInfo) -> list[RowError]:
                 f"this teacher's vocabulary has {model.vocab_size} ids"
             )
             bad.setdefault(row, RowError(row, "token_range", message))
+    for error in _wrong_candidates(question, model.vocab_size):
+        bad.setdefault(error.row, error)
     return [bad[row] for row in sorted(bad)]
+
+
+def _wrong_candidates(question: Question, vocab_size: int) -> Iterator[RowError]:
+    """An error for each row with a candidate outside the vocabulary, which names the first one."""
+    candidates = question.candidates
+    # a negative id is a large one here; one pass for the usual case, since there may be millions
+    if candidates is None or not candidates.size or candidates.view(np.uint32).max() < vocab_size:
+        return
+    counts = question.counts()
+    ends = np.cumsum(counts)
+    wrong = np.flatnonzero(((candidates < 0) | (candidates >= vocab_size)).any(axis=1))
+    rows, first = np.unique(np.searchsorted(ends, wrong, side="right"), return_index=True)
+    for row, index in zip(rows.tolist(), wrong[first].tolist(), strict=True):
+        ids = candidates[index]
+        position = int(question.starts[row] + index - (ends[row] - counts[row]))
+        message = (
+            f"row {row} has candidate {ids[(ids < 0) | (ids >= vocab_size)][0]} at position {position}; "
+            f"this teacher's vocabulary has {vocab_size} ids"
+        )
+        yield RowError(row, "token_range", message)

@@ -32,6 +32,10 @@ def honest_topk(question: wire.Question, topk: int) -> tuple[np.ndarray, np.ndar
     return ids.astype("<i4"), values.astype("<f4")
 
 
+def honest_candidates(question: wire.Question) -> np.ndarray | None:
+    return None if question.candidates is None else (-question.candidates / 1000).astype("<f4")
+
+
 def default_rows(num_rows: int, *, seed: int = 0, most: int = 12) -> tuple[list[np.ndarray], list[int]]:
     """Ragged rows with random ids; a first id above 3000 keeps honest top-k probabilities below 1."""
     rng = np.random.default_rng(seed)
@@ -54,7 +58,10 @@ class FakeTeacher:
         detail: str = "",
         limits: wire.Limits | None = None,
         max_topk: int = 64,
+        max_candidates: int = 16,
         temperature: bool = True,
+        vocabulary: bytes = b"",
+        max_length: int = 100_000,
     ):
         self.on_score = on_score or FakeTeacher.be_honest
         self.state: wire.State = state
@@ -62,7 +69,9 @@ class FakeTeacher:
         self.limits = limits or wire.Limits()
         self.worker_age_ms = 0
         self.model, self.tokenizer, self.boot = model, tokenizer, boot
-        self.max_topk, self.temperature = max_topk, temperature
+        self.max_topk, self.max_candidates, self.temperature = max_topk, max_candidates, temperature
+        self.max_length = max_length
+        self.vocabulary = vocabulary  # what the fingerprint `tokenizer` should be of
         self.requests: list[tuple[wire.ScoreRequest, wire.Question]] = []
         self.asked = 0  # info and ping
         self.prefetched: list[tuple[wire.PrefetchRequest, wire.Question]] = []
@@ -102,13 +111,13 @@ class FakeTeacher:
             "model": self.model,
             "tokenizer": self.tokenizer,
             "logprobs": wire.to_bin(honest_values(question), np.float32),
-            "ids_digest": wire.digest(question.lengths, question.starts, question.ids),
+            "ids_digest": wire.digest(*question.arrays()),
         }
         return wire.Reply(**fields | changes)
 
     def be_honest(self, envelope: list[bytes], request: wire.ScoreRequest, question: wire.Question) -> None:
         topk = honest_topk(question, request.topk) if request.topk else (None, None)
-        self.send(envelope, wire.encode_reply(self.reply(request, question), *topk))
+        self.send(envelope, wire.encode_reply(self.reply(request, question), *topk, honest_candidates(question)))
 
     def refuse(self, envelope: list[bytes], request: wire.ScoreRequest, status: Any, **fields: Any) -> None:
         self.send(envelope, wire.encode_reply(wire.Reply(id=request.id, status=status, boot=self.boot, **fields)))
@@ -119,12 +128,13 @@ class FakeTeacher:
             model=self.model,
             tokenizer=self.tokenizer,
             vocab_size=VOCAB,
-            max_length=100_000,
+            max_length=self.max_length,
             max_topk=self.max_topk,
             eos_ids=[],
             dtype="float32",
             backend="fake",
             temperature=self.temperature,
+            max_candidates=self.max_candidates,
         )
         return wire.ServerInfo(
             state=self.state,
@@ -156,10 +166,15 @@ class FakeTeacher:
                 self.prefetched.append((request, wire.unpack(request, wire.Limits())))
             elif isinstance(request, wire.SleepRequest | wire.WakeRequest):
                 self.state = "sleeping" if isinstance(request, wire.SleepRequest) else "ready"
+            if isinstance(request, wire.VocabRequest) and not self.vocabulary:
+                self.refuse(envelope, request, "error", code="no_vocab", message="does not know")
+                continue
             if self.raw_info is not None:
                 self.send(envelope, self.raw_info)
             else:
                 reply = wire.Reply(id=request.id, status="ok", boot=self.boot, info=self._info())
+                if isinstance(request, wire.VocabRequest):
+                    reply.vocab = memoryview(self.vocabulary)
                 self.send(envelope, wire.encode_reply(reply))
         self._router.close(linger=0)
         self._context.term()

@@ -16,9 +16,8 @@ from test_queue import make_job
 
 from opd.client import Scores, TeacherClient
 from opd.errors import RequestRefused, TeacherUnavailable
-from opd.homes import Homes
 from opd.replica import Timing
-from opd.scoring.oracle import oracle_logprobs, oracle_topk
+from opd.scoring.oracle import oracle_candidates, oracle_logprobs, oracle_topk
 from opd.serving.cache import ROW_BYTES, ResultCache, row_key
 from opd.serving.job import Job, Piece, Values
 from opd.serving.prefetch import Prefetcher
@@ -72,7 +71,7 @@ def values_of(job: Job) -> Values:
 
 def keep(cache: ResultCache, *rows: list[int]) -> Job:
     job = make_job(list(rows))
-    cache.put(Piece(job, 0, len(rows)), values_of(job), [])
+    cache.put(Piece(job, 0, len(rows)), values_of(job), [], 1.0)
     return job
 
 
@@ -96,7 +95,7 @@ def test_a_row_that_is_kept_twice_outlives_its_older_values() -> None:
     keep(cache, [4, 5, 6])
     assert (len(cache), cache.nbytes) == (2, cache.max_bytes)
     found = cache.get(job.key(0))
-    assert found is not None and found.logprobs.tolist() == [0.0, 1.0]
+    assert found is not None and found.values.logprobs.tolist() == [0.0, 1.0]
 
 
 def test_everything_that_decides_a_value_is_part_of_its_name() -> None:
@@ -110,17 +109,21 @@ def test_everything_that_decides_a_value_is_part_of_its_name() -> None:
         row_key("a", 0, 1.0, 2, ids),
         row_key("a", 0, 1.0, 1, other),
         row_key("a", 0, 1.0, 1, ids[:2]),
+        row_key("a", 0, 1.0, 1, ids, np.array([[5, 6], [7, 8]], np.int32)),
+        row_key("a", 0, 1.0, 1, ids, np.array([[5, 6], [8, 7]], np.int32)),
+        row_key("a", 0, 1.0, 1, ids, np.array([[5], [6]], np.int32)),
     }
-    assert len(names) == 7
+    assert len(names) == 10
 
 
 def test_a_job_mixes_kept_and_computed_rows_in_the_order_of_the_request() -> None:
     cache = ResultCache(1 << 20)
-    cache.put(Piece(make_job([[7, 8, 9]]), 0, 1), Values(np.array([-1, -2], np.float32), None, None), [])
+    cache.put(Piece(make_job([[7, 8, 9]]), 0, 1), Values(np.array([-1, -2], np.float32), None, None), [], 3.0)
     job = make_job([[1, 2], [], [7, 8, 9], [3, 4]], bad=(1,))
     job.recall(cache.get)
     assert (job.missing, job.num_known, job.lengths.tolist()) == (2, 1, [2, 2])
     job.put(Piece(job, 0, 2), Values(np.array([-3, -4], np.float32), None, None), [])
+    assert job.score_ms == 3.0  # the kept row's
     values, errors = job.answer()
     assert values.logprobs.tolist() == [-3, -1, -2, -4] and [error.row for error in errors] == [1]
 
@@ -139,16 +142,42 @@ def test_a_prefetch_that_is_late_known_unlucky_or_too_large_is_not_handed_out() 
     assert prefetcher.next_batch(100, 6.0, lambda _, row: False) is None and prefetcher.tokens == 0
 
 
-def test_prompts_are_prefetched_where_they_were_and_new_ones_where_little_is() -> None:
-    homes = Homes()
-    first = homes.choose({b"a": 30, b"b": 10, b"c": 10, b"d": 10}, ["x", "y"])
-    assert first == {b"a": "x", b"b": "y", b"c": "y", b"d": "y"}
-    homes.remember(b"a", "y")
-    assert homes.choose({b"a": 10, b"e": 10}, ["x", "y"]) == {b"a": "y", b"e": "x"}
-    assert homes.choose({b"a": 10}, ["x"]) == {b"a": "x"}
+def test_the_candidates_of_waiting_prefetches_are_bounded_too() -> None:
+    """800 tokens may be queued, 200 of them to prefetch, with 800 candidates: 9 positions of 80 are 720."""
+    prefetcher = Prefetcher(800)
+    assert prefetcher.offer(make_job([[1] * 10], candidates=80), 0.0) is None
+    refusal = prefetcher.offer(make_job([[2] * 10], client="b", candidates=80), 0.0)
+    assert refusal is not None and "candidate ids" in refusal.message
+    assert prefetcher.offer(make_job([[2] * 10], client="b", candidates=8), 0.0) is None
 
 
 # a server
+
+
+def test_candidates_are_kept_prefetched_and_never_answered_with_those_of_another(
+    teacher_server: Start, connect: Connect
+) -> None:
+    server = teacher_server()
+    client = connect(server)
+    rows, starts = some_rows(3, 2)
+    rng = np.random.default_rng(3)
+    candidates = [rng.integers(0, 1000, (6, 5)).astype(np.int32) for _ in rows]
+    others = [each[:, ::-1].copy() for each in candidates]
+
+    def assert_candidates(asked: list[np.ndarray], cached: int) -> None:
+        scores = client.score(rows, starts, candidates=asked)
+        assert_right(scores, rows, starts)
+        assert scores.candidate_logprobs is not None and scores.stats.cached == cached
+        for row, start, ids, values in zip(rows, starts, asked, scores.candidate_logprobs, strict=True):
+            np.testing.assert_array_equal(values, oracle_candidates(row, start, ids))
+
+    assert client.prefetch(rows, starts, candidates=candidates) == 6
+    wait_until(lambda: counters(client, server).batches == 1)
+    assert_candidates(candidates, 6)
+    assert client.score(rows, starts).stats.cached == 0
+    assert_candidates(others, 0)
+    assert_candidates(candidates, 6)
+    assert_candidates([*candidates[:2], *others[2:]], 6)
 
 
 def test_a_retry_costs_nothing_and_gives_the_same_bits(teacher_server: Start, connect: Connect) -> None:
@@ -301,24 +330,25 @@ def test_prefetch_has_a_room_of_its_own(teacher_server: Start, connect: Connect)
 
 
 def test_a_score_goes_to_the_replica_that_prefetched_its_prompt(teacher_server: Start, connect: Connect) -> None:
+    """Also when another client did it: in training that is another process."""
     servers = [teacher_server(), teacher_server()]
-    client = connect(*servers)
+    client, other = connect(*servers), connect(*servers[::-1])
     taken = 0
     batches = [some_rows(3, 2, seed=seed) for seed in range(3)]
     for rows, starts in batches:
-        taken += client.prefetch(rows, starts)
+        taken += other.prefetch(rows, starts)
     assert taken == 18
     wait_until(lambda: sum(counters(client, server).rows for server in servers) == 18)
     rows = [row for rows, _ in batches for row in rows]
-    scores = client.score(rows[::-1], [8] * 18)
+    scores = client.score(rows[::-1], [8] * 18, prefetched=True)
     assert_right(scores, rows[::-1], [8] * 18)
     assert scores.stats.cached == 18
-    assert {counters(client, server).rows for server in servers} == {8, 10}
+    kept = counters(client, servers[1]).rows
     servers[0].signal(signal.SIGKILL)
     servers[0].wait()
-    scores = client.score(rows, [8] * 18)  # its rows are scored by the other
+    scores = client.score(rows, [8] * 18, prefetched=True)  # its rows are scored by the other
     assert_right(scores, rows, [8] * 18)
-    assert scores.stats.cached in (8, 10)
+    assert scores.stats.cached == kept
 
 
 def test_prefetch_does_not_mind_a_teacher_that_is_not_there() -> None:

@@ -24,13 +24,33 @@ TOPK_IDS = np.array([[2, 9], [8, 9], [5, 7], [8, 1], [9, 3]], dtype=np.int32)  #
 TOPK_VALUES = np.array([[-0.5, -2], [-0.3, -1.4], [-2.5, -2.5], [-3.5, -4], [0, -20]], dtype=np.float32)
 
 
-def check(values=VALUES, topk=None, names=(10, 20, 30), question=QUESTION, vocab_size=VOCAB, digest=None, **fields):
-    digest = digest or wire.digest(question.lengths, question.starts, question.ids)
+CANDIDATES = np.array([[2, 50, 50], [60, 61, 62], [5, 5, 70], [80, 8, 9], [9, 1, 2]], dtype=np.int32)
+CANDIDATE_VALUES = np.array(
+    [[-0.5, -1.2, -1.2], [-3, -2, -1], [-2.5, -2.5, -0.1], [-0.7, -3.5, -0.9], [0, -30, -40]], dtype=np.float32
+)
+
+
+def check(
+    values=VALUES,
+    topk=None,
+    names=(10, 20, 30),
+    question=QUESTION,
+    vocab_size=VOCAB,
+    digest=None,
+    candidates=None,
+    candidate_values=None,
+    **fields,
+):
+    if candidates is not None:
+        question = wire.Question(question.lengths, question.starts, question.ids, candidates)
+    digest = digest or wire.digest(*question.arrays())
     fields = {"ids_digest": digest} | fields
     reply = wire.Reply(
         id=b"", status="ok", boot="", model="m", tokenizer="t", logprobs=wire.to_bin(values, np.float32), **fields
     )
     raw = dict(zip(wire.TOPK_FRAMES, topk, strict=True)) if topk is not None else {}
+    if candidate_values is not None:
+        raw["candidate_logprobs"] = candidate_values
     return check_reply(
         reply,
         raw,
@@ -133,6 +153,62 @@ def test_an_error_in_any_block_of_a_large_topk_is_found():
             check(values=sampled, topk=(twice, values), question=question, vocab_size=1100, names=range(10))
 
 
+def test_honest_candidates_pass_with_and_without_a_topk():
+    """An id that comes twice counts once: row 10's probabilities add up to 0.907, or 1.208 with the second 50."""
+    for topk in (None, (TOPK_IDS, TOPK_VALUES)):
+        got = check(topk=topk, candidates=CANDIDATES, candidate_values=CANDIDATE_VALUES)
+        assert got.candidate_logprobs.tolist() == CANDIDATE_VALUES.tolist()
+        assert (got.topk_ids is None) == (topk is None)
+        part = got.part(slice(1, 3))
+        assert part.candidate_logprobs.tolist() == CANDIDATE_VALUES[1:3].tolist() and part.logprobs.tolist() == [
+            -1.5,
+            -2.5,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ((2, 2), np.nan, "row 20: a candidate's value is no finite log-prob"),
+        ((2, 2), -np.inf, "row 20: a candidate's value is no finite log-prob"),
+        ((4, 1), 2e-5, "row 30: a candidate's value is no finite log-prob"),
+        ((0, 0), -0.502, "row 10: the sampled token has another value among the candidates"),
+        ((2, 1), -2.0, "row 20: the sampled token has another value among the candidates"),
+        ((3, 0), -0.3, "row 30: the probabilities of the candidates add up to more than 1"),
+        (1, 0.0, "row 10: the probabilities of the candidates add up to more than 1"),
+    ],
+)
+def test_a_candidates_value_that_cannot_be_is_refused(where, value, message):
+    """Zeros are the value of a teacher that is sure of everything: the sum finds what a range check would not."""
+    with pytest.raises(BadReply, match=message):
+        check(candidates=CANDIDATES, candidate_values=changed(CANDIDATE_VALUES, where, value))
+
+
+def test_candidates_that_are_missing_unasked_too_few_or_those_of_a_failed_row_are_refused():
+    with pytest.raises(BadReply, match="top-0 and 3 candidates was asked for and the reply has the frames"):
+        check(candidates=CANDIDATES)
+    with pytest.raises(BadReply, match="top-0 was asked for and the reply has the frames"):
+        check(candidate_values=CANDIDATE_VALUES)
+    with pytest.raises(BadReply, match="3 candidates of 5 tokens have 12 values"):
+        check(candidates=CANDIDATES, candidate_values=CANDIDATE_VALUES[:4])
+    failed = {"values": changed(VALUES, 2, np.nan), "row_errors": [(1, "oom", "")], "candidates": CANDIDATES}
+    with pytest.raises(BadReply, match="failed and has values of candidates"):
+        check(candidate_values=CANDIDATE_VALUES, **failed)
+    assert check(candidate_values=changed(CANDIDATE_VALUES, 2, np.nan), **failed).row_errors[0].row == 20
+
+
+def test_an_error_in_any_block_of_many_candidates_is_found():
+    question = question_of([np.arange(501) % 1000 for _ in range(10)], [1] * 10)
+    candidates = np.tile(np.arange(64, dtype=np.int32) + 1000, (5000, 1))
+    values = np.full((5000, 64), -5, dtype=np.float32)
+    settings = {"values": np.full(5000, -7, np.float32), "question": question, "names": range(10)}
+    check(candidates=candidates, candidate_values=values, **settings)
+    for position in (0, 2047, 2048, 4999):
+        wrong = changed(values, (position, 63), np.nan)
+        with pytest.raises(BadReply, match=f"row {position // 500}: a candidate's value"):
+            check(candidates=candidates, candidate_values=wrong, **settings)
+
+
 def test_all_checks_together_cost_milliseconds():
     """128 rows x 1024 tokens: 0.5 MB of values, or 67 MB with top-64. Processor time, and ten times what it is."""
     rng = np.random.default_rng(0)
@@ -153,5 +229,6 @@ def test_all_checks_together_cost_milliseconds():
         return min(costs)
 
     plain, top = best_ms(10), best_ms(3, topk=(ids, tops))
-    print(f"sampled only: {plain:.2f} ms; with top-64: {top:.0f} ms")
-    assert plain < 5 and top < 800
+    candidates = best_ms(3, candidates=ids, candidate_values=tops)
+    print(f"sampled only: {plain:.2f} ms; with top-64: {top:.0f} ms; with 64 candidates: {candidates:.0f} ms")
+    assert plain < 5 and top < 800 and candidates < 800

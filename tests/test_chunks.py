@@ -9,8 +9,8 @@ from opd.chunks import ENVELOPE_BYTES, Caps, common_limits, group_by_prompt, pla
 from opd.wire import Limits
 
 
-def cut(lengths, groups, *, max_tokens=100, starts=None, topk=0, wanted=None, **limits):
-    caps = Caps(max_tokens, Limits(**limits), topk)
+def cut(lengths, groups, *, max_tokens=100, starts=None, topk=0, candidates=0, wanted=None, **limits):
+    caps = Caps(max_tokens, Limits(**limits), topk, candidates)
     starts = starts or [1] * len(lengths)
     chunks, too_big = plan(range(len(lengths)) if wanted is None else wanted, lengths, starts, groups, caps)
     return [(chunk.rows, chunk.family) for chunk in chunks], too_big
@@ -42,6 +42,18 @@ PLANS = {
     "the limit on rows is kept": ([1, 1, 1], [0, 1, 2], {"max_rows": 2}, [([0, 1], None), ([2], None)]),
     "the limit on replies is kept": ([11] * 3, [0, 1, 2], {"max_reply_bytes": 80}, [([0, 1], None), ([2], None)]),
     "and counts the top-k": ([11] * 3, [0, 1, 2], {"max_reply_bytes": 240, "topk": 1}, [([0, 1], None), ([2], None)]),
+    "and the candidates": (
+        [11] * 3,
+        [0, 1, 2],
+        {"max_reply_bytes": 160, "candidates": 1},
+        [([0, 1], None), ([2], None)],
+    ),
+    "candidates count in the request too": (
+        [11] * 3,
+        [0, 1, 2],
+        {"max_request_bytes": ENVELOPE_BYTES + 2 * (8 + 44 + 3 * 40), "candidates": 3},
+        [([0, 1], None), ([2], None)],
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from fake_teacher import VOCAB, FakeTeacher, default_rows, honest_topk, honest_values
+from fake_teacher import VOCAB, FakeTeacher, default_rows, honest_candidates, honest_topk, honest_values
 
 from opd import wire
 from opd.client import TeacherClient
@@ -90,6 +90,88 @@ def test_topk_comes_with_the_rows_it_belongs_to():
             assert ids.shape == values.shape == (len(row) - start, 5)
             assert (ids == row[start:, None] + np.arange(5)).all()
             np.testing.assert_allclose(values[:, 2], -row[start:] / 1000 - 20, rtol=1e-6)
+
+
+def some_candidates(rows, starts, width, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3000, 4000, (len(row) - start, width)) for row, start in zip(rows, starts, strict=True)]
+
+
+@pytest.mark.parametrize("topk", [0, 3])
+def test_candidates_come_with_the_positions_they_were_chosen_for(topk):
+    rows, starts = default_rows(9, seed=1)
+    rows.append(np.array([3000, 3001])), starts.append(2)  # no response: nothing to ask, and nothing missing
+    candidates = some_candidates(rows, starts, 4)
+    with FakeTeacher() as teacher, client_of(teacher, max_tokens_per_request=20) as client:
+        scores = client.score(rows, starts, topk=topk, candidates=candidates, timeout_s=10)
+        assert_honest(scores, rows, starts)
+        assert len(teacher.requests) > 2 and (scores.topk_ids is None) == (topk == 0)
+        for ids, values in zip(candidates, scores.candidate_logprobs, strict=True):
+            assert values.shape == ids.shape and values.dtype == np.float32
+            np.testing.assert_array_equal(values, (-ids / 1000).astype(np.float32))
+        assert client.score(rows, starts, timeout_s=10).candidate_logprobs is None
+        assert client.prefetch(rows[:9], starts[:9], candidates=candidates[:9]) == 9
+        assert {question.num_candidates for _, question in teacher.prefetched} == {4}
+
+
+def test_requests_with_candidates_keep_the_teachers_limit_on_bytes():
+    rows, starts = default_rows(12)
+    limits = wire.Limits(max_request_bytes=10_000)
+    with FakeTeacher(limits=limits) as teacher, client_of(teacher) as client:
+        client.wait_until_ready(5)
+        client.score(rows, starts, timeout_s=10)
+        assert len(teacher.requests) == 1
+        client.score(rows, starts, candidates=some_candidates(rows, starts, 16), timeout_s=10)
+        sizes = [len(wire.encode_request(request)) for request, _ in teacher.requests[1:]]
+        assert len(sizes) > 1 and max(sizes) <= 10_000
+
+
+def test_a_reply_for_other_candidates_is_refused():
+    def other(fake, envelope, request, question):
+        swapped = wire.Question(question.lengths, question.starts, question.ids, question.candidates[:, ::-1])
+        fake.send(envelope, wire.encode_reply(fake.reply(request, swapped), None, None, honest_candidates(swapped)))
+
+    rows, starts = hostile_rows()
+    candidates = some_candidates(rows, starts, 2)
+    with FakeTeacher(first_then(other)) as teacher, client_of(teacher) as client:
+        scores = client.score(rows, starts, candidates=candidates, timeout_s=10)
+        assert scores.stats.retries == 1
+        np.testing.assert_array_equal(scores.candidate_logprobs[0], (-candidates[0] / 1000).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("most", "width", "code"), [(0, 1, "candidates_unsupported"), (3, 4, "candidates"), (3, 3, None)]
+)
+def test_a_teacher_that_cannot_give_so_many_candidates_is_not_asked(most, width, code):
+    rows, starts = hostile_rows()
+    candidates = some_candidates(rows, starts, width)
+    with FakeTeacher(max_candidates=most) as teacher, client_of(teacher) as client:
+        if code is None:
+            assert client.score(rows, starts, candidates=candidates, timeout_s=10).candidate_logprobs
+            return
+        with pytest.raises(RequestRefused) as caught:
+            client.score(rows, starts, candidates=candidates, timeout_s=10)
+        assert caught.value.code == code and teacher.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c[:2], "3 rows and 2 arrays of candidates"),
+        (lambda c: [*c[:2], c[2][:1]], r"row 2 must be integers \[2, 4\].*not int64 \[1, 4\]"),
+        (lambda c: [*c[:2], c[2][:, :3]], r"row 2 must be integers \[2, 4\].*not int64 \[2, 3\]"),
+        (lambda c: [*c[:2], c[2][:, 0]], "row 2 must be integers"),
+        (lambda c: [*c[:2], c[2] * 1.0], "row 2 must be integers .* not float64"),
+        (lambda c: [*c[:2], c[2] + 2**32], "the candidates of row 2 have an id that does not fit 32 bits"),
+        (lambda c: [each[:, :0] for each in c], "row 0 must be integers"),
+    ],
+)
+def test_candidates_that_do_not_fit_the_rows_are_the_callers_mistake(change, message):
+    rows, starts = hostile_rows()
+    with FakeTeacher() as teacher, client_of(teacher) as client:
+        with pytest.raises(ValueError, match=message):
+            client.score(rows, starts, candidates=change(some_candidates(rows, starts, 4)))
+        assert teacher.requests == []
 
 
 def test_rows_of_one_prompt_travel_together_and_a_budget_is_kept():
@@ -845,11 +927,13 @@ def test_a_prefetch_asks_what_the_score_will_ask_and_of_the_same_replica():
         assert client.prefetch(rows, starts, topk=2, temperature=0.5, keep_s=30.0) == 20
         order = rng.permutation(20)
         for _ in range(2):
-            scores = client.score([rows[i] for i in order], [starts[i] for i in order], topk=2, temperature=0.5)
-            assert_honest(scores, [rows[i] for i in order], [starts[i] for i in order])
+            mixed, mixed_starts = [rows[i] for i in order], [starts[i] for i in order]
+            scores = client.score(mixed, mixed_starts, topk=2, temperature=0.5, prefetched=True)
+            assert_honest(scores, mixed, mixed_starts)
         for teacher in (a, b):
-            assert prompts_of(teacher.prefetched) == prompts_of(teacher.requests) != set()
-        request, _ = a.prefetched[0]
+            assert prompts_of(teacher.prefetched) == prompts_of(teacher.requests)
+        assert len(prompts_of(a.prefetched) | prompts_of(b.prefetched)) == 5
+        request, _ = (a.prefetched + b.prefetched)[0]
         assert (request.topk, request.temperature, request.budget_ms) == (2, 0.5, 30_000)
         assert request.expect == wire.Expect(model="model-1", tokenizer="tokenizer-1")
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 import opd.cpu  # noqa: F401  before verl
-from opd.config import addresses, check, check_verl, teacher_loss
+from opd.config import addresses, check, check_verl, routes, teacher_loss, teachers
 from opd.errors import ConfigError
 from opd.loss.settings import LossSettings
 from opd.main_opd import compose
@@ -149,3 +149,63 @@ def test_losses_come_out_of_the_configuration(overrides, expected, schedule):
     loss = teacher_loss(config)
     assert loss.settings == expected
     assert [loss.at(step).coef for step in range(1, len(schedule) + 1)] == schedule
+
+
+def routed(*overrides: str):
+    """Two teachers, and no overlap, which goes with one only."""
+    teachers = ["+teacher.teachers.math=tcp://a:1", "+teacher.teachers.code='tcp://b:1,tcp://c:1'"]
+    return composed(*teachers, "+teacher.routes.gsm8k=math", "teacher.overlap=false", *overrides)
+
+
+def test_several_teachers_have_names_addresses_and_routes():
+    config = routed("+teacher.routes.mbpp=code", "+teacher.routes.both={math: 0.75, code: 0.25}")
+    check(config)
+    assert teachers(config.teacher) == {"math": ["tcp://a:1"], "code": ["tcp://b:1", "tcp://c:1"]}
+    assert routes(config.teacher)["both"] == {"math": 0.75, "code": 0.25}
+    # the teacher at teacher.address takes part only when a route names it
+    config = routed("+teacher.routes.mbpp=code", "+teacher.routes.other=default")
+    check(config)
+    assert teachers(config.teacher)["default"] == ["tcp://127.0.0.1:1"]
+    assert teachers(composed().teacher) == {"default": ["tcp://127.0.0.1:1"]}
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        ([], "no row would go to code"),
+        (["+teacher.routes.mbpp=coder"], "'coder'.*out of code, default, math"),
+        (["+teacher.routes.mbpp=code", "+teacher.teachers.default=tcp://d:1"], "is the name of the teacher at"),
+        (["+teacher.routes.mbpp=code", "+teacher.teachers.empty=''"], r"teacher\.teachers\.empty is empty"),
+        (["+teacher.routes.mbpp=code", "teacher.overlap=true"], r"overlap=true with teacher\.teachers"),
+    ],
+)
+def test_teachers_and_routes_that_do_not_belong_together_are_refused(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        check(routed(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["teacher.loss=jsd_topk"], "teacher.loss=jsd_topk"),
+        (["actor_rollout_ref.actor.kl_loss_type=k3"], "kl_loss_type=k3"),
+        (["actor_rollout_ref.actor.kl_loss_type=abs"], "kl_loss_type=abs"),
+        (["teacher.loss=policy_gradient"], None),
+        (["actor_rollout_ref.actor.kl_loss_type=k2"], None),
+    ],
+)
+def test_several_teachers_for_one_row_need_a_loss_whose_gradient_is_linear(overrides, says):
+    check(routed("+teacher.routes.mbpp=code", *overrides))  # a teacher for each row goes with every loss
+    averaged = routed("+teacher.routes.both={math: 0.75, code: 0.25}", *overrides)
+    if says is None:
+        check(averaged)
+        return
+    with pytest.raises(ConfigError, match=f"'both'.* several teachers, and with {says} "):
+        check(averaged)
+
+
+@pytest.mark.parametrize("key", ["system_prompt=hint", "prompt_column=solution", "chat_template=a.jinja"])
+def test_a_prompt_for_the_teacher_does_not_go_with_overlap(key):
+    check(composed("teacher.overlap=false", f"teacher.{key}"))
+    with pytest.raises(ConfigError, match=rf"teacher.overlap=true with teacher\.{key.split('=')[0]}"):
+        check(composed("teacher.overlap=true", f"teacher.{key}"))

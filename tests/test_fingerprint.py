@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from opd.errors import ConfigError
-from opd.fingerprint import model_fingerprint, tokenizer_fingerprint
+from opd.fingerprint import model_fingerprint, read_vocabulary, tokenizer_fingerprint, vocabulary_bytes
 
 torch.set_num_threads(1)  # the models are tiny, and two threads on shared cores wait for each other
 
@@ -51,6 +51,17 @@ def rewrite(folder, change):
 def test_tokenizer_fingerprint_does_not_change_between_versions():
     """Golden: blake2b-128 over "0 1 a1 2 bc"; a client may be older than its teacher."""
     assert tokenizer_fingerprint(Tokenizer({"bc": 1, "a": 0})) == "d8fb5e22f3249ed7592a4239b407f067"
+
+
+def test_a_vocabulary_comes_back_from_its_bytes():
+    """Spaces, digits and half a surrogate pair within tokens; two tokens of one id."""
+    vocab = {"bc": 1, "a": 0, " 7 x": 2, "\ud800": 3, "also": 1}
+    assert vocabulary_bytes(Tokenizer({"bc": 1, "a": 0})) == b"0 1 a1 2 bc"
+    assert read_vocabulary(vocabulary_bytes(Tokenizer(vocab))) == {(i, token) for token, i in vocab.items()}
+    assert read_vocabulary(b"") == set()
+    for broken in (b"0 1 a1 9 bc", b"0 1", b"x 1 a", b"0 -1 a", b"0 1 \xff"):
+        with pytest.raises(ValueError):
+            read_vocabulary(broken)
 
 
 def test_a_padded_vocabulary_is_the_same_tokenizer():

@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+from fake_teacher import FakeTeacher
 
+from opd.client import TeacherClient
 from opd.errors import ConfigError, TeacherMismatch
-from opd.fingerprint import tokenizer_fingerprint
+from opd.fingerprint import read_vocabulary, tokenizer_fingerprint, vocabulary_bytes
 from opd.handshake import Student, check_teacher, read_student
 from opd.wire import ModelInfo
 
@@ -72,6 +74,54 @@ def test_another_tokenizer_is_refused():
 def test_a_teacher_without_a_tokenizer_is_refused():
     with pytest.raises(TeacherMismatch, match="does not know its tokenizer"):
         check_teacher(teacher(tokenizer=""), student())
+
+
+def test_other_tokens_are_refused_with_the_first_that_differs():
+    def refusal(theirs: Tokenizer, mine: Tokenizer = LETTERS) -> str:
+        info = teacher(tokenizer=tokenizer_fingerprint(theirs))
+        with pytest.raises(TeacherMismatch, match="different tokens") as e:
+            check_teacher(info, student(tokenizer=mine), lambda: vocabulary_bytes(theirs))
+        return str(e.value)
+
+    swapped = refusal(Tokenizer(list("abcdefhg")))
+    assert "id 6 is 'g' for the student and 'h' for the teacher (2 of 8 differ)" in swapped
+    more = refusal(LETTERS, Tokenizer([*"abcdefgh", "<tool>"]))
+    assert "id 8 is '<tool>' for the student and no token of the teacher's (1 of 9 differ)" in more
+    assert "it cannot say" not in swapped
+
+
+def test_a_teacher_with_more_tokens_than_the_student_passes():
+    """Every id that the student can use is the same token to both."""
+    extended = Tokenizer([*"abcdefgh", "<tool>", "<image>"])
+    info = teacher(tokenizer=tokenizer_fingerprint(extended), vocab_size=10)
+    check_teacher(info, student(), lambda: vocabulary_bytes(extended))
+    with pytest.raises(TeacherMismatch, match="scores ids below 7"):  # the other checks still hold
+        check_teacher(teacher(tokenizer=info.tokenizer, vocab_size=7), student(), lambda: vocabulary_bytes(extended))
+
+
+def test_equal_fingerprints_ask_for_no_vocabulary():
+    check_teacher(teacher(), student(), lambda: pytest.fail("asked"))
+
+
+def test_a_server_tells_its_vocabulary_over_the_wire(start_teacher):
+    """A real front and worker; \u00e4 has two bytes."""
+    server = start_teacher("--backend", "lettered_scorer", "--model", "abcd\u00e4fgh")
+    with TeacherClient(server.wait_ready()) as client:
+        info = client.wait_until_ready(30)
+        assert read_vocabulary(client.vocabulary(10)) == set(enumerate("abcd\u00e4fgh"))
+        with pytest.raises(TeacherMismatch, match="id 4 is 'e' for the student and '\u00e4' for the teacher"):
+            check_teacher(info, student(), client.vocabulary)
+        check_teacher(info, student(tokenizer=Tokenizer(list("abcd")), eos_ids=[]), client.vocabulary)
+
+
+def test_a_teacher_that_does_not_know_its_tokens_or_tells_others_than_it_named_is_refused():
+    with FakeTeacher(tokenizer="f" * 32) as fake, TeacherClient(fake.address) as client:
+        info = client.wait_until_ready(30)
+        with pytest.raises(TeacherMismatch, match=r"different tokens \(it cannot say which: .*does not know"):
+            check_teacher(info, student(), client.vocabulary)
+        fake.vocabulary = vocabulary_bytes(LETTERS)
+        with pytest.raises(TeacherMismatch, match=f"pinned is '{'f' * 32}'"):
+            check_teacher(info, student(), client.vocabulary)
 
 
 @pytest.mark.parametrize("length, fits", [(63, False), (64, True)])

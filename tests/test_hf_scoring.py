@@ -113,6 +113,33 @@ def test_values_equal_the_models_own_log_softmax(folder_of, name, temperature):
         assert (scores.logprobs <= 0).all() and (scores.topk_logprobs <= 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "granite"])
+def test_candidates_equal_the_models_own_log_softmax(folder_of, monkeypatch, name, temperature):
+    """Softcapped and scaled heads, several tiles and blocks, repeats, the sampled id, and both ends of a tile."""
+    monkeypatch.setitem(head_module.BLOCK_VOCAB, "cpu", 64)
+    monkeypatch.setitem(head_module.BLOCK_ROWS, "cpu", 16)
+    rng = np.random.default_rng(12)
+    rows = [*same_prompt(rng, 33, [5, 1, 20, 0]), make_row(rng, 20, 7)]
+    rows = [row._replace(candidates=rng.integers(0, VOCAB, (len(row.ids) - row.start, 9))) for row in rows]
+    for row in rows:
+        row.candidates[:, 0] = row.candidates[:, 1]
+        row.candidates[:, 2] = row.ids[row.start :]
+        row.candidates[:, 3:7] = [0, 63, 64, VOCAB - 1]
+    rows.append(rows[2]._replace(candidates=rows[2].candidates[:, ::-1]))  # the same ids, other candidates
+    scorer = load(LoadOptions(model=folder_of(name)))
+    assert scorer.info.max_candidates >= 9
+    for topk in (0, 4):
+        for row, scores in zip(rows, scorer.score(rows, topk=topk, temperature=temperature), strict=True):
+            reference = full_log_softmax(folder_of(name), row, temperature)
+            want = reference.gather(1, torch.from_numpy(row.candidates.astype(np.int64))).numpy()
+            np.testing.assert_allclose(scores.candidate_logprobs, want, atol=2e-5, rtol=0)
+            np.testing.assert_allclose(scores.logprobs, chosen(reference, row), atol=2e-5, rtol=0)
+            sampled = row.candidates == row.ids[row.start :, None]
+            assert (scores.candidate_logprobs == scores.logprobs[:, None])[sampled].all()
+            assert (scores.candidate_logprobs <= 0).all() and (scores.topk_ids is None) == (topk == 0)
+
+
 @pytest.mark.parametrize("prompt_length", [1, 31, 32, 33])
 def test_sharing_a_prompt_changes_nothing(folder_of, prompt_length):
     """Prompt lengths around a block, responses of 0, 1 and more tokens, and a row that comes twice."""

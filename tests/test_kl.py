@@ -8,7 +8,7 @@ import torch
 from verl.trainer.ppo.core_algos import kl_penalty
 
 from opd import kl
-from opd.config import KL_TYPES
+from opd.config import KL_TYPES, LINEAR_KL_TYPES
 from opd.errors import TeacherError
 
 
@@ -43,6 +43,14 @@ def test_a_teacher_that_says_the_same_about_every_token_is_refused(value):
         kl.refuse_collapsed(np.full(64, value, dtype=np.float32), vocab_size=1000)
 
 
+def test_uniform_up_to_rounding_is_a_collapse_too_and_a_narrow_range_elsewhere_is_not():
+    """bfloat16 rounds a uniform distribution's values apart; -log 1000 = -6.9078."""
+    rounded = np.linspace(-6.912, -6.903, 64)
+    with pytest.raises(TeacherError, match="of a uniform distribution"):
+        kl.refuse_collapsed(rounded, vocab_size=1000)
+    kl.refuse_collapsed(rounded + 0.1, vocab_size=1000)
+
+
 def test_a_working_teacher_and_a_tiny_batch_are_not_refused():
     kl.refuse_collapsed(np.linspace(-3, 0, 64), vocab_size=1000)
     kl.refuse_collapsed(np.full(63, -1.0), vocab_size=1000)
@@ -65,6 +73,14 @@ def test_gradients_are_those_of_the_table_in_the_readme(x):
     assert gradient("abs", x) == -math.copysign(1.0, x)
     dead = x < kl.K3_LOW or x > kl.K3_HIGH
     assert gradient("k3", x) == pytest.approx(0.0 if dead else 1.0 - math.exp(x), rel=1e-4)
+
+
+@pytest.mark.parametrize("kl_type", KL_TYPES)
+def test_the_mean_of_two_teachers_has_the_weighted_gradient_exactly_where_the_routes_allow_it(kl_type):
+    """Teachers at x = 0.5 and x = -2, weights 3/4 and 1/4: the mean is at x = -1/8."""
+    towards_each = 0.75 * gradient(kl_type, 0.5) + 0.25 * gradient(kl_type, -2.0)
+    towards_the_mean = gradient(kl_type, 0.75 * 0.5 + 0.25 * -2.0)
+    assert (towards_the_mean == pytest.approx(towards_each, abs=1e-6)) == (kl_type in LINEAR_KL_TYPES)
 
 
 @pytest.mark.parametrize("kl_type", KL_TYPES)

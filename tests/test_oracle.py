@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opd.errors import ConfigError, RowError
-from opd.scoring.oracle import load, oracle_logprobs, oracle_topk
+from opd.scoring.oracle import load, oracle_candidates, oracle_logprobs, oracle_topk
 from opd.scoring.scorer import LoadOptions, Row
 
 VOCAB = 257
@@ -26,6 +26,28 @@ def test_values_do_not_change_between_versions():
         [-10.361963, -5.861757, -9.429051, -11.3251705],
         rtol=1e-6,
     )
+
+
+def test_a_candidate_has_the_value_it_would_have_as_the_sampled_id():
+    """The golden values above, for the same ids as candidates; and every id behind one prefix."""
+    values = oracle_candidates([5, 6, 7, 8, 9], 1, [[6, 3], [7, 7], [8, 1], [9, 999]])
+    np.testing.assert_allclose(values[:, 0], [-7.858236, -8.356261, -11.0160885, -7.39946], rtol=1e-6)
+    assert values[1, 1] == values[1, 0] and values.dtype == np.float32
+    for temperature in (0.7, 1.0):
+        settings = {"vocab": VOCAB, "seed": 3, "temperature": temperature}
+        every = oracle_candidates([3, 1, 4, 1], 3, [range(VOCAB)], **settings)
+        assert every[0].tolist() == [oracle_logprobs([3, 1, 4, token], 3, **settings)[0] for token in range(VOCAB)]
+
+
+def test_the_scorer_gives_each_row_its_candidates():
+    rng = np.random.default_rng(4)
+    scorer = load(LoadOptions(model=f"oracle:vocab={VOCAB}"))
+    rows = [make_row(rng, length, start) for length, start in ((9, 4), (3, 3), (5, 1))]
+    rows = [row._replace(candidates=rng.integers(0, VOCAB, (len(row.ids) - row.start, 6))) for row in rows]
+    for row, scores in zip(rows, scorer.score(rows, topk=2, temperature=0.7), strict=True):
+        want = oracle_candidates(row.ids, row.start, row.candidates, vocab=VOCAB, temperature=0.7)
+        assert scores.candidate_logprobs.shape == row.candidates.shape and (scores.candidate_logprobs == want).all()
+    assert scorer.score([make_row(rng, 3, 1)])[0].candidate_logprobs is None
 
 
 def test_a_value_depends_on_every_earlier_id_and_on_no_later_one():

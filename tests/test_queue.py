@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 
 from opd.errors import RowError
 from opd.serving.job import Job, Piece, Values
 from opd.serving.queue import MAX_RETRY_MS, MIN_RETRY_MS, Batch, Queue
-from opd.wire import Question
+from opd.wire import Question, digest
 
 
 def make_job(
@@ -22,12 +20,20 @@ def make_job(
     temperature: float = 1.0,
     deadline: float = 1e9,
     bad: tuple[int, ...] = (),
+    candidates: int = 0,
 ) -> Job:
+    """`candidates` for each position; the c-th of a job's position p, counted over all rows, is 100 p + c."""
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     starts = np.full(len(rows), start, dtype=np.int32)
     ids = np.array([token for row in rows for token in row], dtype=np.int32)
+    question = Question(lengths, starts, ids)
+    if candidates:
+        chosen = 100 * np.arange(question.counts().sum(), dtype=np.int32)[:, None] + np.arange(
+            candidates, dtype=np.int32
+        )
+        question = Question(lengths, starts, ids, chosen)
     return Job(
-        Question(lengths, starts, ids),
+        question,
         request_id=b"",
         envelope=[],
         client=client,
@@ -169,7 +175,7 @@ def test_an_answer_is_in_the_order_of_the_request_however_it_was_cut(topk: int, 
         rows[row][:1] = [5]  # shared prompts, so that cutting reorders
     job = make_job(rows, topk=topk)
     answer_all(filled(job), budget)
-    (logprobs, topk_ids, topk_logprobs), errors = job.answer()
+    (logprobs, topk_ids, topk_logprobs, _), errors = job.answer()
     assert not errors
     np.testing.assert_array_equal(logprobs, expected(rows))
     if topk:
@@ -186,7 +192,7 @@ def test_bad_rows_hold_nan_and_the_others_their_own_values() -> None:
     (piece,) = batch.pieces
     assert batch.num_rows == 3
     job.put(piece, compute(piece, 2), [RowError(2, "oom", "row 3 is too much")])
-    (logprobs, topk_ids, _), errors = job.answer()
+    (logprobs, topk_ids, *_), errors = job.answer()
     assert [(e.row, e.code) for e in errors] == [(1, "token_range"), (3, "oom")]
     assert np.isnan(logprobs).tolist() == [False, True, True, False, False]
     assert topk_ids is not None and topk_ids[:, 0].tolist() == [2, -1, -1, 7, 9]
@@ -197,7 +203,7 @@ def test_a_row_without_scored_positions_needs_no_model() -> None:
     assert [batch.tokens for batch in drain(filled(job), 100)] == [2]
     alone = make_job([[5]])
     assert alone.missing == 0
-    (logprobs, _, _), errors = alone.answer()
+    (logprobs, *_), errors = alone.answer()
     assert len(logprobs) == 0 and not errors
 
 
@@ -220,13 +226,37 @@ def test_a_whole_request_in_one_piece_is_not_copied() -> None:
     assert np.shares_memory(piece.ids, job.question.ids)
 
 
-def test_crcs_name_the_ids_of_each_row() -> None:
-    job = make_job([[1, 2], [3, 4, 5]])
-    (batch,) = drain(filled(job), 100)
-    assert batch.pieces[0].crcs().tolist() == [
-        zlib.crc32(np.array([1, 2], "<i4").tobytes()),
-        zlib.crc32(np.array([3, 4, 5], "<i4").tobytes()),
-    ]
+def test_candidates_follow_their_rows_through_pieces_and_into_the_answer() -> None:
+    """Rows of two prompts, interleaved, with one that is refused and one without a response; budgets that cut them."""
+    rows = [[1, 1, 1], [2, 2, 2], [9, 9, 9], [1, 5, 5], [7], [2, 6, 6], [1, 8]]
+    for budget in (3, 7, 100):
+        job = make_job(rows, candidates=3, bad=(2,))
+        queue = filled(job)
+        for batch in drain(queue, budget):
+            assert batch.num_candidates == 3
+            for piece in batch.pieces:
+                assert piece.candidates is not None and piece.candidates.shape == (piece.num_values, 3)
+                given = compute(piece, 0)
+                values = Values(given.logprobs, None, None, -piece.candidates.astype(np.float32))
+                job.put(piece, values, [])
+        values, errors = job.answer()
+        assert [error.row for error in errors] == [2] and values.candidate_logprobs is not None
+        want = -job.question.candidates.astype(np.float32)  # type: ignore[union-attr]
+        want[4:6] = np.nan  # of row 2
+        np.testing.assert_array_equal(values.candidate_logprobs, want)
+
+
+def test_rows_with_and_without_candidates_are_not_mixed_in_a_batch() -> None:
+    queue = filled(plain_job(1), plain_job(1, client="b", candidates=2), plain_job(1, client="c", candidates=2))
+    assert [(batch.num_candidates, batch.num_rows) for batch in drain(queue, 1000)] == [(0, 1), (2, 2)]
+
+
+def test_the_digest_of_a_piece_names_its_rows_and_nothing_else() -> None:
+    job = make_job([[1, 2], [3, 4, 5], [6, 7]])
+    piece = Piece(job, 1, 3)
+    lengths, starts, ids = ([3, 2], [1, 1], [3, 4, 5, 6, 7])
+    assert piece.digest() == digest(*(np.array(array, dtype=np.int32) for array in (lengths, starts, ids)))
+    assert piece.digest() != Piece(job, 0, 2).digest()
 
 
 def test_rows_that_were_with_a_dead_worker_are_tried_alone_and_first() -> None:
@@ -253,7 +283,7 @@ def test_a_poisoned_row_does_not_hold_up_the_rest_of_its_request() -> None:
     for row in (0, 2):
         piece = Piece(job, row, row + 1)
         job.put(piece, compute(piece, 0), [])
-    (logprobs, _, _), errors = job.answer()
+    (logprobs, *_), errors = job.answer()
     assert [(e.row, e.code) for e in errors] == [(1, "poison")]
     np.testing.assert_array_equal(logprobs, np.array([-2.001, np.nan, -6.001], np.float32))
 

@@ -182,13 +182,57 @@ def assert_right_topk(reply: dict[str, Any], rows: Rows, topk: int) -> None:
     want = truth(rows, topk=topk)
     ids = [score.topk_ids for score in want if score.topk_ids is not None]
     logprobs = [score.topk_logprobs for score in want if score.topk_logprobs is not None]
-    assert reply["frames"] == ["topk_ids", "topk_logprobs"]
+    assert reply["frames"][:2] == ["topk_ids", "topk_logprobs"]
     np.testing.assert_array_equal(reply["topk_ids"], np.concatenate(ids).ravel())
     np.testing.assert_array_equal(reply["topk_logprobs"], np.concatenate(logprobs).ravel())
 
 
 def test_topk_comes_in_two_raw_frames(client: Client) -> None:
     assert_right_topk(client.ask(score_map(GOOD, topk=5)), GOOD, 5)
+
+
+def assert_right_candidates(reply: dict[str, Any], rows: Rows, candidates: list[np.ndarray]) -> None:
+    assert reply["status"] == "ok", reply
+    want = [oracle.oracle_candidates(row, 1, some) for row, some in zip(rows, candidates, strict=True)]
+    np.testing.assert_array_equal(reply["candidate_logprobs"], np.concatenate(want).ravel())
+
+
+def candidate_fields(candidates: list[np.ndarray]) -> dict[str, Any]:
+    width = candidates[0].shape[1]
+    return {"num_candidates": width, "candidates": np.concatenate(candidates).astype("<i4").tobytes()}
+
+
+def test_candidates_of_a_req_socket_come_in_a_raw_frame_and_the_digest_names_them(client: Client) -> None:
+    candidates = [np.array([[12, 500], [13, 13]]), np.array([[0, 999]])]
+    request = score_map(GOOD, **candidate_fields(candidates))
+    reply = client.ask(request)
+    assert_right(reply, GOOD)
+    assert reply["frames"] == ["candidate_logprobs"]
+    assert_right_candidates(reply, GOOD, candidates)
+    assert reply["candidate_logprobs"][0] == reply["logprobs"][0]
+    lengths, starts, ids = (np.frombuffer(request[key], "<i4") for key in ("lengths", "starts", "ids"))
+    assert (
+        reply["ids_digest"] == digest(lengths, starts, ids, np.concatenate(candidates)) != digest(lengths, starts, ids)
+    )
+
+
+def test_candidates_follow_their_rows_when_a_request_is_cut_and_its_prompts_put_together(client: Client) -> None:
+    rng = random.Random(3)
+    rows = [[7 + number % 3, 8, 9, *row] for number, row in enumerate(random_rows(rng, 60, 60))]
+    generator = np.random.default_rng(4)
+    candidates = [generator.integers(0, VOCAB, (len(row) - 1, 3)) for row in rows]
+    reply = client.ask(score_map(rows, topk=4, **candidate_fields(candidates)))
+    assert_right_topk(reply, rows, 4)
+    assert_right_candidates(reply, rows, candidates)
+
+
+def test_a_candidate_outside_the_vocabulary_fails_its_row_alone(client: Client) -> None:
+    candidates = [np.array([[12, 500], [13, VOCAB]]), np.array([[1, 2]])]
+    reply = client.ask(score_map(GOOD, **candidate_fields(candidates)))
+    message = "row 0 has candidate 1000 at position 2; this teacher's vocabulary has 1000 ids"
+    assert reply["row_errors"] == [[0, "token_range", message]]
+    assert np.isnan(reply["candidate_logprobs"][:4]).all()
+    np.testing.assert_array_equal(reply["candidate_logprobs"][4:], oracle.oracle_candidates([14, 15], 1, [[1, 2]])[0])
 
 
 def test_a_request_larger_than_the_budget_is_cut_and_put_together_again(client: Client) -> None:
@@ -313,6 +357,9 @@ def good_again(shared: ServerProcess, connect: Callable[..., Client]) -> None:
         ([pack(score_map(GOOD, topk=9))], "limit"),
         ([pack(score_map([[1] * 64] * 1000, topk=8))], "limit"),
         ([pack(score_map(GOOD, topk=-1))], "schema"),
+        ([pack(score_map(GOOD, num_candidates=2, candidates=bytes(20)))], "schema"),
+        ([pack(score_map(GOOD, num_candidates=1025, candidates=bytes(3 * 4 * 1025)))], "limit"),
+        ([pack(score_map([[1] * 64] * 1000, num_candidates=65_536))], "limit"),
         ([pack(score_map(GOOD, temperature=0.0))], "schema"),
         ([pack(score_map(GOOD, expect={"model": "another", "tokenizer": ""}))], "model_mismatch"),
     ],
@@ -570,6 +617,18 @@ def test_a_batch_that_waited_too_long_in_the_worker_is_not_scored() -> None:
         np.testing.assert_array_equal(np.frombuffer(logprobs, np.float32), np.array(want, np.float32))
 
 
+def test_a_scorer_that_forgets_the_candidates_has_no_values_for_the_row() -> None:
+    scorer = MoodyScorer.__new__(MoodyScorer)
+    scorer._broken = False
+    arrays = [np.array(values, np.int32).tobytes() for values in ([3], [1], [5, 6, 7], [1, 2, 3, 4])]
+    head = link.encode(link.Batch(1, 0, 1.0, time.monotonic() + 60, [1], 2))
+    answer, logprobs, candidates = score_batch(scorer, np.zeros(1), [memoryview(data) for data in (head, *arrays)])
+    scores = link.decode_from_worker(answer)
+    assert isinstance(scores, link.Scores) and [code for _, _, code, _ in scores.errors] == ["scorer_error"]
+    assert np.isnan(np.frombuffer(logprobs, "<f4")).all() and np.isnan(np.frombuffer(candidates, "<f4")).all()
+    assert memoryview(candidates).nbytes == 16
+
+
 def test_a_small_client_is_served_while_a_big_one_waits(teacher_server: Start, connect: Callable[..., Client]) -> None:
     server = teacher_server(ms_per_batch=20, args=["--max-tokens", "64"])
     big, small = connect(server.address), connect(server.address)
@@ -688,6 +747,8 @@ def test_a_scorer_that_breaks_its_promise_spoils_one_row(
     """After a device assert the canary fails, so the worker gives way; overwritten ids are seen by their checksum."""
     server = start_moody(start_teacher, moody(tmp_path))
     client = connect(server.address)
+    reply = client.ask(score_map(GOOD, num_candidates=1, candidates=bytes(3 * 4)))
+    assert (reply["status"], reply["code"]) == ("error", "candidates_unsupported") and "moody" in reply["message"]
     table = [
         (SHAPE_ID, "scorer_error", 0),
         (SHORT_LIST_ID, "scorer_error", 0),

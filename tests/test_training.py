@@ -27,11 +27,14 @@ def prepared(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def teachers(prepared, tmp_path_factory):
-    """Two real teachers: the trained one, and the student itself."""
+    """Three servers: the trained teacher, the same one without a memory of other runs' rows, and the student itself."""
     folder = tmp_path_factory.mktemp("teachers")
-    servers = {
-        name: ServerProcess(folder / f"{name}.log", "--model", prepared[name]) for name in ("teacher", "student")
+    arguments = {
+        "teacher": [prepared["teacher"]],
+        "forgetful": [prepared["teacher"], "--cache-mb", "0"],
+        "student": [prepared["student"]],
     }
+    servers = {name: ServerProcess(folder / f"{name}.log", "--model", *given) for name, given in arguments.items()}
     yield {name: server.wait_ready() for name, server in servers.items()}
     for server in servers.values():
         server.end()
@@ -67,7 +70,7 @@ def train(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[
 @pytest.fixture(scope="module")
 def distilled(prepared, teachers, tmp_path_factory) -> tuple[list[dict], Path]:
     run_dir = tmp_path_factory.mktemp("run") / "kl1"
-    return train(prepared, teachers["teacher"], run_dir), run_dir
+    return train(prepared, teachers["teacher"], run_dir, "teacher.overlap=true"), run_dir
 
 
 def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
@@ -79,6 +82,8 @@ def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
         assert data["actor/opd/scored_tokens_per_s"] > 0
         assert data["actor/opd/retries"] == 0
         assert data["actor/opd/neutral_rows"] == 0
+        assert data["actor/opd/cached_rows"] == 32  # all were scored before the trainer asked
+        assert data["actor/opd/teacher_seconds_spent"] > 0
 
 
 def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(distilled, prepared):
@@ -95,11 +100,13 @@ def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(dis
 @pytest.fixture(scope="module")
 def baseline(prepared, teachers, tmp_path_factory) -> list[dict]:
     run_dir = tmp_path_factory.mktemp("run") / "kl0"
-    return train(prepared, teachers["teacher"], run_dir, "actor_rollout_ref.actor.kl_loss_coef=0")
+    return train(prepared, teachers["forgetful"], run_dir, "actor_rollout_ref.actor.kl_loss_coef=0")
 
 
 def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distilled, baseline):
-    # the same start, seed and samples: the first step's KL is the same number, and reported at coefficient 0 too
+    # the same start, seed and samples: the first step's KL is the same number, and reported at coefficient 0 too;
+    # the baseline's rows were scored after the rollout, those of the other run while it went on
+    assert baseline[0]["actor/opd/cached_rows"] == 0
     assert baseline[0]["actor/opd/reverse_kl_k1"] == pytest.approx(distilled[0][0]["actor/opd/reverse_kl_k1"], rel=1e-4)
     assert baseline[0]["actor/grad_norm"] != pytest.approx(distilled[0][0]["actor/grad_norm"], rel=1e-2)
 

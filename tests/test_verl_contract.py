@@ -237,6 +237,49 @@ def test_v1_keeps_a_trainers_settings_under_verls_name_of_its_mode():
     assert 'self.trainer_mode == "sync"' in inspect.getsource(PPOTrainer._build_replay_buffer)
 
 
+# Columns of the data set (several teachers, prompts for the teacher: opd/routing.py, opd/teacher_prompt.py)
+
+
+def test_v0_keeps_the_columns_that_the_teacher_needs_beside_the_batch():
+    """verl moves a column that is none of its four to the rollout, which may keep it; raw_prompt comes back."""
+    import numpy as np
+    from verl import DataProto
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from opd.trainer import OPDTrainer
+
+    def batch() -> DataProto:
+        names = ("raw_prompt", "domain", "unused", "data_source")
+        return DataProto.from_single_dict(
+            {"dummy": torch.zeros(2, 1), **{name: np.array([name, "b"], dtype=object) for name in names}}
+        )
+
+    class Teacher:
+        data_columns = ("domain", "data_source", "raw_prompt", "absent")
+
+    trainer: OPDTrainer = OPDTrainer.__new__(OPDTrainer)
+    trainer.teacher = Teacher()
+    stock, ours = batch(), batch()
+    RayPPOTrainer._get_gen_batch(trainer, stock)
+    assert set(stock.non_tensor_batch) == {"data_source"}
+    generated = trainer._get_gen_batch(ours)
+    assert set(ours.non_tensor_batch) == {"data_source", "domain"}
+    assert set(generated.non_tensor_batch) == {"raw_prompt", "domain", "unused", "data_source"}
+    back = DataProto.from_single_dict({"responses": torch.zeros(4, 1)}, meta_info={})
+    back.non_tensor_batch = generated.repeat(2, interleave=True).non_tensor_batch  # with all columns, as verl may do
+    assert ours.repeat(2, interleave=True).union(back).non_tensor_batch["domain"].tolist() == ["domain"] * 2 + ["b"] * 2
+    source = inspect.getsource(AgentLoopWorker)
+    assert 'output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]' in source
+
+
+def test_v1_stores_the_columns_of_the_data_set_beside_each_output():
+    from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
+
+    source = inspect.getsource(AgentLoopWorkerTQ.__ray_actor_class__._agent_loop_postprocess)
+    assert "field.update(kwargs)" in source and "fields.append(field)" in source
+
+
 # Losses (opd/loss/in_verl.py)
 
 

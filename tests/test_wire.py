@@ -26,7 +26,11 @@ MODEL = wire.ModelInfo(
     dtype="float32",
     backend="oracle",
     temperature=True,
+    max_candidates=8,
 )
+NO_CANDIDATES = {"num_candidates": 0, "candidates": b""}
+# two for each of the three scored positions of request_map()
+CANDIDATES = {"num_candidates": 2, "candidates": np.array([50, 51, 52, 53, 54, 54], "<i4").tobytes()}
 
 
 def i32(*values: int) -> bytes:
@@ -67,8 +71,11 @@ def test_a_ping_has_these_bytes() -> None:
     assert wire.encode_request(wire.PingRequest(id=ID, client="c")) == golden
 
 
-@pytest.mark.parametrize(("request_type", "op"), [(wire.SleepRequest, b"\xa5sleep"), (wire.WakeRequest, b"\xa4wake")])
-def test_sleep_and_wake_carry_nothing_but_their_name(request_type: type, op: bytes) -> None:
+@pytest.mark.parametrize(
+    ("request_type", "op"),
+    [(wire.SleepRequest, b"\xa5sleep"), (wire.WakeRequest, b"\xa4wake"), (wire.VocabRequest, b"\xa5vocab")],
+)
+def test_sleep_wake_and_vocab_carry_nothing_but_their_name(request_type: type, op: bytes) -> None:
     golden = b"\x84" + b"\xa2op" + op + b"\xa1v\x01" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
     assert wire.encode_request(request_type(id=ID, client="c")) == golden
     assert isinstance(wire.decode_request(golden), request_type)
@@ -79,7 +86,7 @@ def test_a_prefetch_has_the_columns_of_a_score() -> None:
     body = msgpack.packb(request_map(op="prefetch", topk=2))
     got = wire.decode_request(body)
     assert isinstance(got, wire.PrefetchRequest) and got.topk == 2
-    assert msgpack.unpackb(wire.encode_request(got)) == request_map(op="prefetch", topk=2, expect=None)
+    assert msgpack.unpackb(wire.encode_request(got)) == request_map(op="prefetch", topk=2, expect=None, **NO_CANDIDATES)
     assert [row.tolist() for row in wire.unpack(got, wire.Limits()).rows()] == [[5, 6, 7], [8, 9]]
     assert code_of(msgpack.packb(request_map(op="prefetch", temperature=0.0))) == "schema"
     assert wire.PrefetchRequest.__struct_fields__ == wire.ScoreRequest.__struct_fields__
@@ -94,7 +101,18 @@ def test_a_plain_msgpack_client_and_ours_send_the_same_map() -> None:
         starts=memoryview(i32(1, 1)),
         ids=memoryview(i32(5, 6, 7, 8, 9)),
     )
-    assert msgpack.unpackb(wire.encode_request(ours)) == request_map(expect=None)
+    assert msgpack.unpackb(wire.encode_request(ours)) == request_map(expect=None, **NO_CANDIDATES)
+
+
+def test_candidates_of_a_plain_msgpack_client_are_read_back_by_position_and_are_no_extra_frame() -> None:
+    body = msgpack.packb(request_map(**CANDIDATES))
+    request = wire.decode_request(body)
+    assert isinstance(request, wire.ScoreRequest)
+    asked = wire.unpack(request, wire.Limits())
+    assert asked.candidates is not None and asked.candidates.tolist() == [[50, 51], [52, 53], [54, 54]]
+    assert asked.num_candidates == 2 and wire.check_rows(asked, MODEL) == []
+    assert msgpack.unpackb(wire.encode_request(request)) == request_map(expect=None, **CANDIDATES)
+    assert np.shares_memory(asked.candidates, np.frombuffer(body, np.uint8))
 
 
 def test_a_request_from_plain_msgpack_is_read_back_exactly() -> None:
@@ -133,6 +151,23 @@ def test_a_topk_reply_is_a_map_and_two_raw_frames() -> None:
     assert decoded.id == ID and list(raw) == ["topk_ids", "topk_logprobs"]
 
 
+def test_candidates_come_in_one_more_raw_frame_behind_the_topk() -> None:
+    for topk in (None, np.zeros((1, 2))):
+        reply = wire.Reply(id=ID, status="ok", boot="b")
+        frames = wire.encode_reply(reply, topk, topk, np.array([[-0.5, -1.5, -0.5]]))
+        names = ["candidate_logprobs"] if topk is None else ["topk_ids", "topk_logprobs", "candidate_logprobs"]
+        assert msgpack.unpackb(frames[0])["frames"] == names
+        assert bytes(frames[-1]) == np.array([-0.5, -1.5, -0.5], "<f4").tobytes()
+        assert list(wire.decode_reply(frames)[1]) == names
+
+
+@pytest.mark.parametrize("names", [["candidate_logprobs", "topk_ids"], ["topk_ids"], ["logprobs"]])
+def test_a_reply_with_other_frames_is_refused(names: list[str]) -> None:
+    body = wire.encode_reply(wire.Reply(id=ID, status="ok", boot="b", frames=names))
+    with pytest.raises(WireError, match="frames follow the map"):
+        wire.decode_reply([*body, *(b"" for _ in names)])
+
+
 @pytest.mark.parametrize("keep", [0, 1, 2])
 def test_a_topk_reply_that_lost_frames_is_refused(keep: int) -> None:
     frames = wire.encode_reply(wire.Reply(id=ID, status="ok", boot="b"), np.zeros((1, 2)), np.zeros((1, 2)))
@@ -140,14 +175,17 @@ def test_a_topk_reply_that_lost_frames_is_refused(keep: int) -> None:
         wire.decode_reply(frames[:keep])
 
 
-def test_digest_names_lengths_starts_and_ids() -> None:
+def test_digest_names_lengths_starts_ids_and_candidates() -> None:
     """A golden value, so that another implementation can be checked, and one change in each array."""
     base = [np.array(values, dtype=np.int32) for values in ([3, 2], [1, 1], [5, 6, 7, 8, 9])]
-    assert wire.digest(*base).hex() == "32c00e61d9c3f5314df0c689b73d9a92"
+    assert wire.digest(*base).hex() == "0989854c7eca114dbb8c6e5c8eeb28ae"
     for index in range(3):
         changed = [array.copy() for array in base]
         changed[index][0] += 1
         assert wire.digest(*changed) != wire.digest(*base)
+    candidates = np.array([[50, 51], [52, 53], [54, 54]], dtype=np.int32)
+    assert wire.digest(*base, candidates).hex() == "a9f397577546142a19bc97c27b462e4f"
+    assert wire.digest(*base, candidates[:, ::-1]) != wire.digest(*base, candidates)
 
 
 def test_every_truncation_of_a_good_request_is_bad_msgpack() -> None:
@@ -256,6 +294,10 @@ def test_bytes_that_are_no_request(body: bytes, code: str) -> None:
         ({"topk": 1.5}, "schema"),
         ({"topk": True}, "schema"),
         ({"topk": 2**31}, "schema"),
+        ({"num_candidates": -1}, "schema"),
+        ({"num_candidates": 65_537}, "schema"),
+        ({"num_candidates": None}, "schema"),
+        ({"num_candidates": 2, "candidates": [[50, 51]]}, "schema"),
         ({"temperature": 0.0}, "schema"),
         ({"temperature": -1.0}, "schema"),
         ({"temperature": float("nan")}, "schema"),
@@ -289,6 +331,12 @@ def test_invalid_utf8_is_bad_msgpack() -> None:
         ({"lengths": b"", "starts": b"", "ids": b""}, "empty_batch"),
         ({"lengths": i32(1, 1, 1, 1), "starts": i32(1, 1, 1, 1), "ids": i32(1, 2, 3, 4)}, "limit"),
         ({"topk": 65_536}, "limit"),
+        ({"num_candidates": 65_536}, "limit"),  # by the reply that it would take, before anything is made of that size
+        ({"num_candidates": 2, "candidates": i32(50, 51, 52, 53, 54)}, "schema"),
+        ({"num_candidates": 2, "candidates": i32(50, 51, 52, 53, 54, 55, 56)}, "schema"),
+        ({"num_candidates": 2, "candidates": i32(50, 51, 52, 53, 54, 55)[:-1]}, "schema"),
+        ({"num_candidates": 2}, "schema"),
+        ({"candidates": i32(50, 51, 52)}, "schema"),
     ],
 )
 def test_arrays_that_do_not_belong_together(changes: dict[str, object], code: str) -> None:
@@ -342,6 +390,29 @@ def test_a_row_is_judged_alone(lengths: list[int], starts: list[int], ids: list[
 def test_a_range_error_names_row_position_and_vocabulary() -> None:
     (error,) = wire.check_rows(question([2, 3], [1, 1], [1, 2, 3, 4, 100]), MODEL)
     assert error == (1, "token_range", "row 1 has id 100 at position 2; this teacher's vocabulary has 100 ids")
+
+
+def test_a_candidate_out_of_range_fails_its_row_and_no_other() -> None:
+    """Rows with a bad start have no candidates; the positions of the rows behind them are still the right ones."""
+    asked = question([3, 2, 2, 3], [1, 5, 1, 1], [1] * 10)
+    candidates = np.array([[1, 99], [1, 1], [99, 0], [1, 2], [100, -1]], np.int32)
+    (start, candidate) = wire.check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)
+    assert (start.row, start.code) == (1, "bad_start")
+    message = "row 3 has candidate 100 at position 2; this teacher's vocabulary has 100 ids"
+    assert candidate == (3, "token_range", message)
+    candidates[0, 0] = -1
+    rows = [error.row for error in wire.check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)]
+    assert rows == [0, 1, 3]
+
+
+def test_candidates_that_a_model_cannot_give_are_refused_by_name() -> None:
+    request = wire.decode_request(msgpack.packb(request_map(**CANDIDATES)))
+    assert isinstance(request, wire.ScoreRequest)
+    wire.check_model(request, msgspec.structs.replace(MODEL, max_candidates=2))
+    for most, code in ((1, "limit"), (0, "candidates_unsupported")):
+        with pytest.raises(WireError) as caught:
+            wire.check_model(request, msgspec.structs.replace(MODEL, max_candidates=most))
+        assert caught.value.code == code
 
 
 def test_several_bad_rows_are_each_named_once_in_order() -> None:

@@ -30,6 +30,8 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.experimental.reward_loop import RewardLoopWorker
 from verl.workers.rollout.replica import TokenOutput
 
+from opd.agent_loop import OverlapWorker
+
 from .collect import Collector
 from .rollout import server_name
 
@@ -131,4 +133,16 @@ class CpuAgentLoopManager(AgentLoopManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(CpuAgentLoopWorker)
+        super().__init__(*args, **kwargs)
+
+
+class CpuOverlapWorker(OverlapWorker, CpuAgentLoopWorker):
+    """The same, and what is finished is sent to the teacher."""
+
+
+class CpuOverlapManager(AgentLoopManager):
+    """Takes the place of CpuAgentLoopManager when teacher.overlap is on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(CpuOverlapWorker)
         super().__init__(*args, **kwargs)

@@ -6,11 +6,12 @@ The target's logit is a float32 dot product of its own and stays out of that sum
 is <= 0 without clipping and keeps its digits when the target has nearly all the mass. That also makes bfloat16 worth
 having: rounding to 8 bits hurts the sum of many terms little, but would hurt one logit of 20 by 0.06.
 
-Shapes: N = rows, H = hidden size, V = vocabulary, K = topk.
+Shapes: N = rows, H = hidden size, V = vocabulary, K = topk, C = candidates per row.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -45,32 +46,50 @@ class HeadScores(NamedTuple):
     logprobs: torch.Tensor  # float32 [N]
     topk_ids: torch.Tensor | None = None  # int64 [N, K]
     topk_logprobs: torch.Tensor | None = None  # float32 [N, K]
+    candidate_logprobs: torch.Tensor | None = None  # float32 [N, C]
 
 
 def head_logprobs(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, *, topk: int = 0, temperature: float = 1.0
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    topk: int = 0,
+    candidates: torch.Tensor | None = None,
+    temperature: float = 1.0,
 ) -> HeadScores:
-    """Log-probs of `targets`, and the most probable ids, under the head's softmax.
+    """Log-probs of `targets` and `candidates`, and the most probable ids, under the head's softmax.
 
     Args:
         head: the output layer.
         hidden: [N, H], in the head's dtype.
         targets: int64 [N].
         topk: how many ids to return per row.
+        candidates: int64 [N, C].
         temperature: divides the logits after the softcap.
 
     Returns:
-        HeadScores; a top-k entry that is the target has the target's very value.
+        HeadScores; a top-k entry or a candidate that is the target has the target's very value.
     """
     size = BLOCK_ROWS[hidden.device.type]
-    parts = zip(hidden.split(size), targets.split(size), strict=True)
-    blocks = [_block(head, h, t, topk, temperature) for h, t in parts]
-    if topk == 0:
-        return HeadScores(torch.cat([block.logprobs for block in blocks]))
-    return HeadScores(*(torch.cat(values) for values in zip(*blocks, strict=True)))
+    blocks = []
+    for begin in range(0, len(hidden), size):
+        mine = slice(begin, begin + size)
+        some = candidates[mine] if candidates is not None else None
+        blocks.append(_block(head, hidden[mine], targets[mine], topk, some, temperature))
+    columns = [[values for values in column if values is not None] for column in zip(*blocks, strict=True)]
+    _, *others = (torch.cat(column) if column else None for column in columns)
+    return HeadScores(torch.cat(columns[0]), *others)
 
 
-def _block(head: Head, hidden: torch.Tensor, targets: torch.Tensor, topk: int, temperature: float) -> HeadScores:
+def _block(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    topk: int,
+    candidates: torch.Tensor | None,
+    temperature: float,
+) -> HeadScores:
     num_rows, vocab = len(hidden), len(head.weight)
     target_logit = (hidden.float() * head.weight[targets].float()).sum(dim=1)
     if head.bias is not None:
@@ -82,12 +101,18 @@ def _block(head: Head, hidden: torch.Tensor, targets: torch.Tensor, topk: int, t
     best: torch.Tensor | None = None
     best_ids: torch.Tensor | None = None
     step = BLOCK_VOCAB[hidden.device.type]
-    order = torch.argsort(targets)  # rows by target: those of one tile are a slice of it
-    bounds = torch.searchsorted(targets[order], torch.arange(0, vocab + step, step, device=targets.device)).tolist()
+    rows_of_tile = _by_tile(targets, vocab, step)
+    if candidates is not None:
+        asked = candidates.reshape(-1)
+        asked_of_tile = _by_tile(asked, vocab, step)
+        asked_logits = torch.empty_like(asked, dtype=torch.float32)
     for index, begin in enumerate(range(0, vocab, step)):
         logits = head.finish(_products(head, hidden, begin, begin + step), temperature)
-        mine = order[bounds[index] : bounds[index + 1]]
+        mine = rows_of_tile[index]
         column = targets[mine] - begin
+        if candidates is not None:
+            some = asked_of_tile[index]
+            asked_logits[some] = logits[some // candidates.shape[1], asked[some] - begin]
         if topk:
             logits[mine, column] = target_logit[mine]
             best, best_ids = _merge(best, best_ids, logits, begin, topk)
@@ -98,11 +123,25 @@ def _block(head: Head, hidden: torch.Tensor, targets: torch.Tensor, topk: int, t
         peak = new_peak
     rest = peak + total.log()
     logprobs = F.logsigmoid(target_logit - rest)
-    if best is None or best_ids is None:
-        return HeadScores(logprobs)
-    # Both sides round: a most probable id near 1 may end a few 1e-7 above 0.
-    topk_logprobs = (best - torch.logaddexp(rest, target_logit)[:, None]).clamp_(max=0.0)
-    return HeadScores(logprobs, best_ids, torch.where(best_ids == targets[:, None], logprobs[:, None], topk_logprobs))
+    whole = torch.logaddexp(rest, target_logit)[:, None]
+
+    def finished(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # Both sides round: a most probable id near 1 may end a few 1e-7 above 0.
+        return torch.where(ids == targets[:, None], logprobs[:, None], (logits - whole).clamp_(max=0.0))
+
+    return HeadScores(
+        logprobs,
+        best_ids,
+        finished(best, best_ids) if best is not None and best_ids is not None else None,
+        finished(asked_logits.view_as(candidates), candidates) if candidates is not None else None,
+    )
+
+
+def _by_tile(ids: torch.Tensor, vocab: int, step: int) -> list[torch.Tensor]:
+    """For each tile of the vocabulary the indices of the ids that are in it."""
+    order = torch.argsort(ids)
+    bounds = torch.searchsorted(ids[order], torch.arange(0, vocab + step, step, device=ids.device)).tolist()
+    return [order[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _products(head: Head, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:

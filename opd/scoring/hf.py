@@ -25,12 +25,12 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from opd.errors import RowError
-from opd.fingerprint import model_fingerprint, tokenizer_fingerprint
+from opd.fingerprint import model_fingerprint, vocabulary_bytes, vocabulary_fingerprint
 from opd.scoring.head import BLOCK_ROWS, Head, head_logprobs
 from opd.scoring.hf_load import eos_ids, find_device, find_head, load_model, max_length, probe_ids
 from opd.scoring.plan import Plan, Shared, make_plan
 from opd.scoring.prompt_cache import PromptCache
-from opd.scoring.scorer import LoadOptions, Row, RowScores
+from opd.scoring.scorer import MAX_CANDIDATES, LoadOptions, Row, RowScores
 from opd.wire import ModelInfo, clip
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class HFScorer:
 
     def __init__(self, body: Any, config: Any, head: Head, info: ModelInfo, max_tokens: int):
         self.info = info
+        self.vocabulary = b""  # see Scorer
         self.share = True  # whether prompts may be computed once for all rows that start with them
         self._body = body  # ids [B, L] -> last_hidden_state [B, L, H]
         self._config = config
@@ -94,13 +95,9 @@ class HFScorer:
                 self._score_hidden(waiting, rows, topk, temperature, results)
                 waiting, waiting_rows = [], 0
         self._score_hidden(waiting, rows, topk, temperature, results)
-        empty = np.zeros((0, topk))
-        nothing = RowScores(
-            np.zeros(0, np.float32), *((empty.astype(np.int32), empty.astype(np.float32)) if topk else ())
-        )
         out: list[RowScores | RowError] = []
         for index, original in enumerate(plan.same_as):
-            result = results.get(original, nothing)
+            result = results.get(original) or _nothing(rows[index], topk)
             out.append(result._replace(row=index) if isinstance(result, RowError) else result)
         return out
 
@@ -177,26 +174,24 @@ class HFScorer:
         def head(some: list[int]) -> None:
             hidden = torch.cat([by_row[index] for index in some]).to(self._head.weight.dtype)
             targets = np.concatenate([rows[index].ids[rows[index].start :] for index in some]).astype(np.int64)
+            candidates = [ids for index in some if (ids := rows[index].candidates) is not None]
             scores = head_logprobs(
                 self._head,
                 hidden,
                 torch.from_numpy(targets).to(self._device),
                 topk=topk,
+                candidates=torch.from_numpy(np.concatenate(candidates)).to(self._device).long() if candidates else None,
                 temperature=temperature,
             )
+            if scores.topk_ids is not None:
+                scores = scores._replace(topk_ids=scores.topk_ids.to(torch.int32))
             logprobs = scores.logprobs.cpu().numpy()
-            top_ids = scores.topk_ids.to(torch.int32).cpu().numpy() if scores.topk_ids is not None else None
-            top_values = scores.topk_logprobs.cpu().numpy() if scores.topk_logprobs is not None else None
+            others = [None if values is None else values.cpu().numpy() for values in scores[1:]]
             end = 0
             for index in some:
                 begin, end = end, end + len(by_row[index])
-                results[index] = _checked(
-                    index,
-                    rows[index].start,
-                    logprobs[begin:end],
-                    top_ids[begin:end] if top_ids is not None else None,
-                    top_values[begin:end] if top_values is not None else None,
-                )
+                mine = (None if array is None else array[begin:end] for array in others)
+                results[index] = _checked(index, rows[index].start, RowScores(logprobs[begin:end], *mine))
 
         for _ in self._halving(list(by_row), head, rows, results):
             pass
@@ -241,16 +236,26 @@ class HFScorer:
                 results[part[0]] = RowError(part[0], "oom", message)
 
 
-def _checked(
-    index: int, start: int, logprobs: np.ndarray, topk_ids: np.ndarray | None, topk_logprobs: np.ndarray | None
-) -> RowScores | RowError:
-    bad = ~np.isfinite(logprobs)
-    if topk_logprobs is not None:
-        bad |= ~np.isfinite(topk_logprobs).all(axis=1)
+def _nothing(row: Row, topk: int) -> RowScores:
+    """What a row without a scored position gets."""
+    top = np.zeros((0, topk), np.float32)
+    return RowScores(
+        np.zeros(0, np.float32),
+        top.astype(np.int32) if topk else None,
+        top if topk else None,
+        row.candidates.astype(np.float32) if row.candidates is not None else None,
+    )
+
+
+def _checked(index: int, start: int, scores: RowScores) -> RowScores | RowError:
+    bad = ~np.isfinite(scores.logprobs)
+    for values in (scores.topk_logprobs, scores.candidate_logprobs):
+        if values is not None:
+            bad |= ~np.isfinite(values).all(axis=1)
     if bad.any():
         message = f"{bad.sum()} of {len(bad)} values are not finite, the first at position {start + int(bad.argmax())}"
         return RowError(index, "non_finite", message)
-    return RowScores(logprobs, topk_ids, topk_logprobs)
+    return scores
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -271,10 +276,11 @@ def load(options: LoadOptions) -> HFScorer:
     config = model.config.get_text_config()
     dtype = str(model.dtype).removeprefix("torch.")
     head, difference = find_head(model, config)
+    vocabulary = vocabulary_bytes(tokenizer) if tokenizer is not None else b""
     info = ModelInfo(
         name=options.model[-512:],
         model=model_fingerprint(options.model if os.path.isdir(options.model) else model, dtype),
-        tokenizer=tokenizer_fingerprint(tokenizer) if tokenizer is not None else "",
+        tokenizer=vocabulary_fingerprint(vocabulary) if vocabulary else "",
         vocab_size=len(head.weight),
         max_length=max_length(options, config, tokenizer),
         max_topk=min(options.max_topk, len(head.weight)),
@@ -282,8 +288,10 @@ def load(options: LoadOptions) -> HFScorer:
         dtype=dtype,
         backend="hf",
         temperature=True,
+        max_candidates=MAX_CANDIDATES,
     )
     scorer = HFScorer(model.base_model, config, head, info, options.max_tokens)
+    scorer.vocabulary = vocabulary
     scorer.share = _can_share(scorer, config)
     log.info("%s: %s on %s, head within %.1e of the model's own", info.name, dtype, device, difference)
     return scorer

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from opd.errors import ConfigError, RowError
+from opd.fingerprint import vocabulary_fingerprint
 from opd.scoring import http_dialects
 from opd.scoring.scorer import LoadOptions, Row, RowScores
 from opd.wire import ModelInfo, clip
@@ -158,6 +159,7 @@ class HTTPScorer:
 
     def __init__(self, connection: Connection, dialect: http_dialects.Dialect, info: ModelInfo):
         self.info = info
+        self.vocabulary = b""  # see Scorer
         self._connection = connection
         self._dialect = dialect
         self._pool = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="http")
@@ -211,25 +213,25 @@ def load(options: LoadOptions) -> HTTPScorer:
         served = http_dialects.find_model(connection.call("/v1/models"), options.model)
         dialect = _find_dialect(connection, served.name)
         folder = _folder(options, served)
-        vocab_size, eos_ids, tokenizer = http_dialects.describe(folder)
+        vocab_size, eos_ids, vocabulary = http_dialects.describe(folder)
         max_length = _max_length(options, served)
         max_topk = _max_topk(connection, dialect, min(options.max_topk, vocab_size))
     except (Refused, Unreachable, http_dialects.BadAnswer) as e:
         raise ConfigError(f"the server at --url is no vLLM or SGLang server that can be used: {clip(str(e))}") from e
-    if not tokenizer:
+    if not vocabulary:
         log.warning(
             "the tokenizer of %s is not known here, and clients that compare theirs will refuse this teacher; "
             "give its folder with --tokenizer",
             served.name,
         )
     named = "\n".join((dialect.name, served.name, served.root, str(served.max_model_len)))
-    return HTTPScorer(
+    scorer = HTTPScorer(
         connection,
         dialect,
         ModelInfo(
             name=served.name[-512:],
             model=hashlib.blake2b(named.encode(), digest_size=16).hexdigest(),
-            tokenizer=tokenizer,
+            tokenizer=vocabulary_fingerprint(vocabulary) if vocabulary else "",
             vocab_size=vocab_size,
             max_length=max_length,
             max_topk=max_topk,
@@ -239,6 +241,8 @@ def load(options: LoadOptions) -> HTTPScorer:
             temperature=False,
         ),
     )
+    scorer.vocabulary = vocabulary
+    return scorer
 
 
 def _find_dialect(connection: Connection, model: str) -> http_dialects.Dialect:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from opd.errors import ConfigError, RowError
-from opd.fingerprint import tokenizer_fingerprint
+from opd.fingerprint import vocabulary_bytes
 from opd.scoring.scorer import Row, RowScores
 
 # vLLM's server writes -9999 where the value is -inf, since JSON has no infinity.
@@ -179,8 +179,8 @@ def find_model(answer: Any, name: str) -> Served:
     raise ConfigError(f"--model {name!r}: the server at --url serves {names}; give one of its names")
 
 
-def describe(folder: str) -> tuple[int, list[int], str]:
-    """Vocabulary, ids that end a text and tokenizer fingerprint of a folder with a config.json."""
+def describe(folder: str) -> tuple[int, list[int], bytes]:
+    """Size of the vocabulary, ids that end a text, and vocabulary_bytes or b"", of a folder with a config.json."""
     from transformers import AutoTokenizer
 
     try:
@@ -194,7 +194,7 @@ def describe(folder: str) -> tuple[int, list[int], str]:
             f"{folder} has no config.json with a vocab_size ({type(e).__name__}); give --tokenizer DIR"
         ) from e
     try:
-        tokenizer = tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        vocabulary = vocabulary_bytes(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except (OSError, ValueError, KeyError, ImportError):
-        tokenizer = ""
-    return vocab_size, sorted({int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None}), tokenizer
+        vocabulary = b""
+    return vocab_size, sorted({int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None}), vocabulary

@@ -7,7 +7,7 @@ exponent of the curve, which is what dividing logits does.
 
 `--model oracle:vocab=1000,max_length=4096,seed=0,us_per_token=0` configures it; OracleSettings lists the keys.
 
-Shapes: n = rows, S = ids of all rows, N = scored positions, K = topk, V = vocabulary.
+Shapes: n = rows, S = ids of all rows, N = scored positions, K = topk, C = candidates per position, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from opd.errors import ConfigError, RowError
-from opd.scoring.scorer import LoadOptions, Row, RowScores
+from opd.scoring.scorer import MAX_CANDIDATES, LoadOptions, Row, RowScores
 from opd.wire import ModelInfo
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -122,10 +122,12 @@ def _permutation(vocab: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(order.astype(np.int32), 2), inverse
 
 
-def _sampled(ids: np.ndarray, draw: _Draw, seed: int, temperature: float, vocab: int) -> np.ndarray:
-    rank = _permutation(vocab, seed)[1][ids] - draw.first
+def _given(ids: np.ndarray, draw: _Draw, seed: int, temperature: float, vocab: int) -> np.ndarray:
+    """Log-probs of ids [N] or [N, C] under the distributions of the N positions."""
+    first, curve = (of_position.reshape(-1, *[1] * (ids.ndim - 1)) for of_position in (draw.first, draw.curve))
+    rank = _permutation(vocab, seed)[1][ids] - first
     rank[rank < 0] += vocab
-    return _curves(vocab, temperature)[draw.curve, rank]
+    return _curves(vocab, temperature)[curve, rank]
 
 
 def _top(draw: _Draw, topk: int, seed: int, temperature: float, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +151,7 @@ def oracle_logprobs(
     """
     ids = np.asarray(ids, np.int32)
     draw, scored = _draw(ids, np.array([len(ids)]), np.array([start]), seed, vocab)
-    return _sampled(ids[scored], draw, seed, temperature, vocab)
+    return _given(ids[scored], draw, seed, temperature, vocab)
 
 
 def oracle_topk(
@@ -165,6 +167,21 @@ def oracle_topk(
     ids = np.asarray(ids, np.int32)
     draw, _ = _draw(ids, np.array([len(ids)]), np.array([start]), seed, vocab)
     return _top(draw, topk, seed, temperature, vocab)
+
+
+def oracle_candidates(
+    ids: np.ndarray | Sequence[int],
+    start: int,
+    candidates: np.ndarray | Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    vocab: int = 1000,
+) -> np.ndarray:
+    """The oracle's log-probs of other ids at a row's scored positions: candidates and result are [L - start, C]."""
+    ids = np.asarray(ids, np.int32)
+    draw, _ = _draw(ids, np.array([len(ids)]), np.array([start]), seed, vocab)
+    return _given(np.asarray(candidates, np.int32), draw, seed, temperature, vocab)
 
 
 class OracleScorer:
@@ -185,8 +202,12 @@ class OracleScorer:
         ids = np.concatenate([row.ids for row in rows])
         self._fail(ids)
         draw, scored = _draw(ids, lengths, starts, s.seed, s.vocab)
-        logprobs = _sampled(ids[scored], draw, s.seed, temperature, s.vocab)
+        logprobs = _given(ids[scored], draw, s.seed, temperature, s.vocab)
         topk_ids, topk_logprobs = _top(draw, topk, s.seed, temperature, s.vocab) if topk else (None, None)
+        candidates = [row.candidates for row in rows if row.candidates is not None]
+        candidate_logprobs = (
+            _given(np.concatenate(candidates), draw, s.seed, temperature, s.vocab) if candidates else None
+        )
         results: list[RowScores | RowError] = []
         end = np.cumsum(lengths - starts)
         for index, row in enumerate(rows):
@@ -197,10 +218,8 @@ class OracleScorer:
             values = logprobs[mine]
             if s.nan_id >= 0 and (row.ids == s.nan_id).any():
                 values[-1:] = np.nan
-            if topk_ids is None or topk_logprobs is None:
-                results.append(RowScores(values))
-            else:
-                results.append(RowScores(values, topk_ids[mine], topk_logprobs[mine]))
+            others = (None if array is None else array[mine] for array in (topk_ids, topk_logprobs, candidate_logprobs))
+            results.append(RowScores(values, *others))
         wanted_s = 1e-3 * s.ms_per_batch + 1e-6 * s.us_per_token * len(ids)
         time.sleep(max(0.0, wanted_s - (time.perf_counter() - started)))
         return results
@@ -236,5 +255,6 @@ def load(options: LoadOptions) -> OracleScorer:
         dtype="float32",
         backend="oracle",
         temperature=settings.temperature,
+        max_candidates=MAX_CANDIDATES,
     )
     return OracleScorer(settings, info)

@@ -41,8 +41,8 @@ def make_plan(rows: Sequence[Row], *, max_tokens: int, call_tokens: int, share: 
         call_tokens: the cost of starting a forward, in tokens.
         share: whether prompts may be shared at all.
     """
-    first: dict[tuple[int, bytes], int] = {}
-    same_as = [first.setdefault((row.start, row.ids.tobytes()), index) for index, row in enumerate(rows)]
+    first: dict[tuple[int, bytes, bytes], int] = {}
+    same_as = [first.setdefault(_name(row), index) for index, row in enumerate(rows)]
     distinct = [index for index in first.values() if len(rows[index].ids) > rows[index].start]
     groups: dict[bytes, list[int]] = {}
     for index in distinct:
@@ -65,6 +65,11 @@ def make_plan(rows: Sequence[Row], *, max_tokens: int, call_tokens: int, share: 
     inputs = [len(rows[index].ids) - 1 for index in alone]
     plain = [[alone[i] for i in batch] for batch in pack(inputs, max_tokens=max_tokens, call_tokens=call_tokens)]
     return Plan(shared, plain, same_as)
+
+
+def _name(row: Row) -> tuple[int, bytes, bytes]:
+    """Equal for rows that get the same values."""
+    return row.start, row.ids.tobytes(), row.candidates.tobytes() if row.candidates is not None else b""
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, call_tokens: int) -> list[list[int]]:

@@ -3,7 +3,8 @@
 A scorer gets rows of token ids and returns, for each scored position i of a row, log p(ids[i] | ids[:i]).
 It never sees text, sockets or padding, and it never fills a value that it does not have.
 
-Shapes: L = ids in the row, start = first scored position (1 <= start <= L), N = L - start scored positions, K = topk.
+Shapes: L = ids in the row, start = first scored position (1 <= start <= L), N = L - start scored positions, K = topk,
+C = candidates per position, the same in all rows of a call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from opd.errors import RowError
 from opd.wire import ModelInfo
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_CANDIDATES = 1024  # per position, of the backends that take any; beyond it they cost more than the head
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +47,7 @@ class Row(NamedTuple):
 
     ids: np.ndarray  # int32 [L], every id in [0, vocab_size), L <= max_length: the front has checked it
     start: int  # first scored position; the N = L - start positions from here on get a value
+    candidates: np.ndarray | None = None  # int32 [N, C], in [0, vocab_size), repeats allowed: these get a value too
 
 
 class RowScores(NamedTuple):
@@ -53,6 +56,7 @@ class RowScores(NamedTuple):
     logprobs: np.ndarray  # float32 [N], finite and <= 0 up to rounding
     topk_ids: np.ndarray | None = None  # int32 [N, K], most probable first
     topk_logprobs: np.ndarray | None = None  # float32 [N, K], descending
+    candidate_logprobs: np.ndarray | None = None  # float32 [N, C], where the row has candidates
 
 
 class Scorer(Protocol):
@@ -60,7 +64,8 @@ class Scorer(Protocol):
 
     To free the accelerator's memory between steps the worker process is ended and later started again. A scorer that
     can do it faster has `can_sleep = True` and two methods, `sleep()` and `wake()`, after which its values are what
-    they were; one whose memory is somewhere else has `no_sleep`, a sentence that says where.
+    they were; one whose memory is somewhere else has `no_sleep`, a sentence that says where. One that knows its
+    tokenizer has `vocabulary`, the bytes that `info.tokenizer` is the fingerprint of.
     """
 
     info: ModelInfo
@@ -69,7 +74,8 @@ class Scorer(Protocol):
         """Score every row; one result per row, in order.
 
         Args:
-            rows: sequences, in any order and of any mix of lengths. Rows that share a prompt may come together.
+            rows: sequences, in any order and of any mix of lengths. Rows that share a prompt may come together. Either
+                all have candidates, or none, and never more per position than info.max_candidates.
             topk: how many of the model's own most probable ids to return per position, 0 <= topk <= info.max_topk.
             temperature: > 0; the model's logits are divided by it before the softmax.
 

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from opd.errors import ConfigError, RowError
-from opd.fingerprint import model_fingerprint, tokenizer_fingerprint
+from opd.fingerprint import model_fingerprint, vocabulary_bytes, vocabulary_fingerprint
 from opd.scoring import hf_load, vllm_paths
 from opd.scoring.scorer import LoadOptions, Row, RowScores
 from opd.wire import ModelInfo, clip
@@ -43,6 +43,7 @@ class VLLMScorer:
 
     def __init__(self, llm: Any, info: ModelInfo):
         self.info = info
+        self.vocabulary = b""  # see Scorer
         self.rescored = 0  # rows that had to be asked again without the cache
         self._llm = llm
         self._path, self._topk_path = vllm_paths.choose_paths(llm)
@@ -160,10 +161,11 @@ def load(options: LoadOptions) -> VLLMScorer:
     max_length = _max_length(options, config)
     llm = vllm_engine.start_engine(msgspec.structs.replace(options, model=folder), max_length)
     dtype = str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
+    vocabulary = vocabulary_bytes(tokenizer) if tokenizer is not None else b""
     info = ModelInfo(
         name=options.model[-512:],
         model=model_fingerprint(folder, dtype),
-        tokenizer=tokenizer_fingerprint(tokenizer) if tokenizer is not None else "",
+        tokenizer=vocabulary_fingerprint(vocabulary) if vocabulary else "",
         vocab_size=int(config.vocab_size),
         max_length=max_length,
         max_topk=min(options.max_topk, int(config.vocab_size)),
@@ -173,6 +175,7 @@ def load(options: LoadOptions) -> VLLMScorer:
         temperature=False,
     )
     scorer = VLLMScorer(llm, info)
+    scorer.vocabulary = vocabulary
     scorer.check()
     return scorer
 

@@ -8,39 +8,54 @@ may only come back with the same model), and dies with the server.
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 
 from opd.errors import RowError
 
 if TYPE_CHECKING:
     from opd.serving.job import Piece, Values
 
+_SEED = int.from_bytes(os.urandom(8), "little")  # keys mean something here alone: no client can aim at another's
 ROW_BYTES = 256  # what finding a row costs besides its values
 
 
-def row_key(model: str, topk: int, temperature: float, start: int, ids: np.ndarray) -> bytes:
+def row_key(
+    model: str, topk: int, temperature: float, start: int, ids: np.ndarray, candidates: np.ndarray | None = None
+) -> bytes:
     """Name of a row's values: two rows have the same one only if a teacher owes them the same values.
 
     Args:
         model: fingerprint of weights, config and dtype.
         ids: int32 [L], the whole row.
+        candidates: int32 [N, C], if there are any.
     """
-    h = hashlib.blake2b(f"{model} {topk} {temperature!r} {start}\n".encode(), digest_size=16)
+    h = xxhash.xxh3_128(f"{model} {topk} {temperature!r} {start} {len(ids)}\n".encode(), seed=_SEED)
     h.update(ids.data)
+    if candidates is not None:
+        h.update(candidates.data)
     return h.digest()
+
+
+class Kept(NamedTuple):
+    """What is known of a row."""
+
+    values: Values  # views that must not be written to
+    score_ms: float  # what they cost
 
 
 class _Block:
     """The values of one piece, and the rows that are found in it."""
 
-    def __init__(self, keys: list[bytes], ends: np.ndarray, values: Values, nbytes: int):
+    def __init__(self, keys: list[bytes], ends: np.ndarray, costs_ms: np.ndarray, values: Values, nbytes: int):
         self.keys = keys
         self.ends = ends  # int64 [rows + 1]: where each row's values end
+        self.costs_ms = costs_ms  # float64 [rows]
         self.values = values
         self.nbytes = nbytes
 
@@ -63,21 +78,26 @@ class ResultCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._rows
 
-    def get(self, key: bytes) -> Values | None:
-        """The values of a row, as views that must not be written to."""
+    def get(self, key: bytes) -> Kept | None:
         if key not in self._rows:
             return None
         block, index = self._rows[key]
         self._blocks.move_to_end(block)
-        return block.values.part(slice(block.ends[index], block.ends[index + 1]))
+        values = block.values.part(slice(block.ends[index], block.ends[index + 1]))
+        return Kept(values, float(block.costs_ms[index]))
 
-    def put(self, piece: Piece, values: Values, errors: Sequence[RowError]) -> None:
-        """Keep what was computed for a piece; `errors` count rows from its start. Too large for the cache: not kept."""
+    def put(self, piece: Piece, values: Values, errors: Sequence[RowError], score_ms: float) -> None:
+        """Keep what was computed for a piece in `score_ms`; one that is too large for the cache is not kept.
+
+        Args:
+            errors: count rows from the start of the piece.
+        """
         nbytes = sum(array.nbytes for array in values if array is not None) + ROW_BYTES * (piece.hi - piece.lo)
         if nbytes > self.max_bytes:
             return
         ends = piece.job.value_ends[piece.lo : piece.hi + 1] - piece.job.value_ends[piece.lo]
-        block = _Block([piece.job.key(row) for row in range(piece.lo, piece.hi)], ends, values, nbytes)
+        keys = [piece.job.key(row) for row in range(piece.lo, piece.hi)]
+        block = _Block(keys, ends, piece.lengths * (score_ms / piece.tokens), values, nbytes)
         failed = {error.row for error in errors}
         self._rows.update((key, (block, index)) for index, key in enumerate(block.keys) if index not in failed)
         self._blocks[block] = None

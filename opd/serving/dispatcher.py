@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import zmq
 
 from opd import wire
@@ -46,7 +45,7 @@ class Dispatcher:
         self._batch_tokens = batch_tokens
         self._on_complete = on_complete
         self._suspects = Suspects()
-        self._flying: dict[int, tuple[Batch, np.ndarray]] = {}  # by seq: what the worker has, checksums of its rows
+        self._flying: dict[int, tuple[Batch, list[bytes]]] = {}  # by seq: what the worker has, its pieces' digests
         self._held: list[Job] = []  # until the prefetch that is with the worker is back
 
     @property
@@ -90,8 +89,8 @@ class Dispatcher:
             if piece.job.dispatched is None:
                 piece.job.dispatched = now
         self._supervisor.send(batch, now)
-        # after sending, so that the worker does not wait for the checksums
-        self._flying[batch.seq] = (batch, np.concatenate([piece.crcs() for piece in batch.pieces]))
+        # after sending, so that the worker does not wait for the digests
+        self._flying[batch.seq] = (batch, [piece.digest() for piece in batch.pieces])
         for piece in batch.pieces:
             if piece.job.open:
                 piece.job.digest = piece.job.digest or wire.digest(*piece.job.question.arrays())
@@ -111,9 +110,9 @@ class Dispatcher:
         if scores.seq not in self._flying:
             self._supervisor.lose("it answered a batch that it was not given", now)
             return
-        batch, crcs = self._flying[scores.seq]
+        batch, digests = self._flying[scores.seq]
         parts = [read_values(piece, frames, index) for index, piece in enumerate(batch.pieces)]
-        if not np.array_equal(np.frombuffer(scores.crcs, dtype=np.uint32), crcs) or None in parts:
+        if scores.digests != digests or None in parts:
             self._supervisor.lose("it answered for other ids than it was given", now)
             return
         del self._flying[scores.seq]
@@ -126,11 +125,12 @@ class Dispatcher:
         for number, (piece, values) in enumerate(zip(batch.pieces, parts, strict=True)):
             assert values is not None
             self._suspects.acquit(piece)
+            share_ms = 1000 * scores.seconds * piece.tokens / batch.tokens
             if piece.job.open:
-                piece.job.score_ms += scores.seconds * 1000
+                piece.job.score_ms += share_ms
                 piece.job.put(piece, values, errors[number])
                 self._tell_if_complete(piece.job)
-            self.cache.put(piece, values, errors[number])  # after the reply, which nobody should wait for
+            self.cache.put(piece, values, errors[number], share_ms)  # after the reply, which nobody should wait for
         if batch.seq < 0:
             self._prefetch_is_over(lost=False)
         logger.info(

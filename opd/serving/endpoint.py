@@ -104,11 +104,12 @@ class Endpoint:
         reply: wire.Reply,
         topk_ids: np.ndarray | None = None,
         topk_logprobs: np.ndarray | None = None,
+        candidate_logprobs: np.ndarray | None = None,
         *,
         client: str = "",
     ) -> bool:
         """Hand a reply to the socket, without ever waiting for a slow peer; False if it could not be sent."""
-        frames = wire.encode_reply(reply, topk_ids, topk_logprobs)
+        frames = wire.encode_reply(reply, topk_ids, topk_logprobs, candidate_logprobs)
         sizes = [memoryview(frame).nbytes for frame in frames]
         out, tracked = list(frames), []
         for index, size in enumerate(sizes):

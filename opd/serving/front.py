@@ -200,6 +200,8 @@ class Front:
                 self._on_sleep(envelope, request)
             case wire.WakeRequest():
                 self._on_wake(envelope, request)
+            case wire.VocabRequest():
+                self._on_vocab(envelope, request)
             case _:
                 self._send(envelope, self._new_reply(request.id, "ok", info=self.info()))
 
@@ -309,6 +311,15 @@ class Front:
             self._supervisor.wake(time.monotonic())
         self._send(envelope, self._new_reply(request.id, "ok", info=self.info()))
 
+    def _on_vocab(self, envelope: list[bytes], request: wire.VocabRequest) -> None:
+        model = self._model_if_ready(envelope, request.id)
+        if model is None:
+            return
+        if not self._supervisor.vocabulary:
+            raise WireError("no_vocab", f"backend {model.backend} does not know which token each id is")
+        vocab = memoryview(self._supervisor.vocabulary)
+        self._send(envelope, self._new_reply(request.id, "ok", info=self.info(), vocab=vocab))
+
     # replies
 
     def _complete(self, job: Job) -> None:
@@ -327,7 +338,7 @@ class Front:
         self._send(job.envelope, self._new_reply(job.request_id, status, **fields), client=job.client)
 
     def _reply_values(self, job: Job) -> None:
-        (logprobs, topk_ids, topk_logprobs), errors = job.answer()
+        (logprobs, *others), errors = job.answer()
         reply = self._new_reply(
             job.request_id,
             "ok",
@@ -338,7 +349,7 @@ class Front:
             score_ms=job.score_ms,
             cached_rows=job.num_known,
         )
-        self._send(job.envelope, reply, topk_ids, topk_logprobs, client=job.client)
+        self._send(job.envelope, reply, *others, client=job.client)
         self._dispatcher.cache.hits += job.num_known
         self._dispatcher.cache.misses += len(job.lengths)
         if job.dispatched is not None:
@@ -366,12 +377,10 @@ class Front:
         self,
         envelope: list[bytes],
         reply: wire.Reply,
-        topk_ids: np.ndarray | None = None,
-        topk_logprobs: np.ndarray | None = None,
-        *,
+        *arrays: np.ndarray | None,
         client: str = "",
     ) -> None:
-        if self._endpoint.send(envelope, reply, topk_ids, topk_logprobs, client=client):
+        if self._endpoint.send(envelope, reply, *arrays, client=client):
             self.counts.reply(reply)
 
     def _close(self) -> None:

@@ -3,13 +3,15 @@
 The front makes a Job from a request, the queue cuts Pieces off it, the worker scores them, the front puts the values
 back and, when no row is missing, sends answer(). A row is never answered with a value that `put` did not bring.
 
-Shapes: r = rows of the job in scoring order (without those that need no model), N = scored positions, K = topk.
+Shapes: r = rows of the job in scoring order (without those that need no model), N = scored positions, K = topk,
+C = candidates per position.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import RowError
-from opd.serving.cache import row_key
-from opd.wire import Question
+from opd.serving.cache import Kept, row_key
+from opd.wire import Question, digest, reply_bytes
 
 
 class Piece(NamedTuple):
@@ -41,6 +43,12 @@ class Piece(NamedTuple):
         return self.job.ids[self.job.ends[self.lo] : self.job.ends[self.hi]]
 
     @property
+    def candidates(self) -> np.ndarray | None:
+        """int32 [N, C]"""
+        candidates = self.job.candidates
+        return None if candidates is None else candidates[self.job.value_ends[self.lo] : self.job.value_ends[self.hi]]
+
+    @property
     def tokens(self) -> int:
         return int(self.job.ends[self.hi] - self.job.ends[self.lo])
 
@@ -53,9 +61,9 @@ class Piece(NamedTuple):
         bounds = [self.lo - 1, *rows, self.hi]
         return [Piece(self.job, a + 1, b) for a, b in itertools.pairwise(bounds) if a + 1 < b]
 
-    def crcs(self) -> np.ndarray:
-        """crc32 of the ids of each row, uint32 [hi - lo]: the worker sends the same of what it really scored."""
-        return row_crcs([self.job.row_ids(row) for row in range(self.lo, self.hi)])
+    def digest(self) -> bytes:
+        """Name of what the worker is given for this piece: it sends the same of what it really scored."""
+        return digest(self.lengths, self.starts, self.ids, self.candidates)
 
 
 class Values(NamedTuple):
@@ -64,49 +72,50 @@ class Values(NamedTuple):
     logprobs: np.ndarray  # float32 [N]
     topk_ids: np.ndarray | None  # int32 [N, K]
     topk_logprobs: np.ndarray | None  # float32 [N, K]
+    candidate_logprobs: np.ndarray | None = None  # float32 [N, C]
 
     def part(self, where: slice) -> Values:
         """Some positions, as views."""
-        ids, logprobs = self.topk_ids, self.topk_logprobs
-        if ids is None or logprobs is None:
-            return Values(self.logprobs[where], None, None)
-        return Values(self.logprobs[where], ids[where], logprobs[where])
+        _, *others = (array if array is None else array[where] for array in self)
+        return Values(self.logprobs[where], *others)
 
 
 def concatenate(parts: Sequence[Values]) -> Values:
-    """One after the other; at least one, all with the same topk."""
-    logprobs = np.concatenate([part.logprobs for part in parts])
-    ids = [part.topk_ids for part in parts if part.topk_ids is not None]
-    topk_logprobs = [part.topk_logprobs for part in parts if part.topk_logprobs is not None]
-    return Values(logprobs, np.concatenate(ids), np.concatenate(topk_logprobs)) if ids else Values(logprobs, None, None)
+    """One after the other; at least one, all with the same topk and candidates or none."""
+    columns = [[array for array in column if array is not None] for column in zip(*parts, strict=True)]
+    _, *others = (np.concatenate(column) if column else None for column in columns)
+    return Values(np.concatenate(columns[0]), *others)
 
 
-def row_crcs(rows: list[np.ndarray]) -> np.ndarray:
-    return np.array([zlib.crc32(row.data) for row in rows], dtype=np.uint32)
-
-
-def blank_values(num_values: int, topk: int) -> Values:
+def blank_values(num_values: int, topk: int, num_candidates: int = 0) -> Values:
     """Values that say "none": NaN, and -1 where an id would be."""
-    logprobs = np.full(num_values, np.nan, dtype=np.float32)
-    if topk == 0:
-        return Values(logprobs, None, None)
+
+    def missing(*shape: int) -> np.ndarray:
+        return np.full((num_values, *shape), np.nan, dtype=np.float32)
+
     return Values(
-        logprobs, np.full((num_values, topk), -1, dtype=np.int32), np.full((num_values, topk), np.nan, dtype=np.float32)
+        missing(),
+        np.full((num_values, topk), -1, dtype=np.int32) if topk else None,
+        missing(topk) if topk else None,
+        missing(num_candidates) if num_candidates else None,
     )
 
 
 def read_values(piece: Piece, frames: Sequence[Any], index: int) -> Values | None:
     """The worker's arrays for the piece with this index in its batch, as views; None if their sizes are wrong."""
-    count, topk = piece.num_values, piece.job.topk
-    sizes = [4 * count, 4 * count * topk, 4 * count * topk][: 3 if topk else 1]
-    mine = [frame.buffer for frame in frames[index * len(sizes) : (index + 1) * len(sizes)]]
-    if [memory.nbytes for memory in mine] != sizes:
-        return None
-    logprobs = np.frombuffer(mine[0], dtype=np.float32)
-    if not topk:
-        return Values(logprobs, None, None)
-    ids, topk_logprobs = np.frombuffer(mine[1], dtype=np.int32), np.frombuffer(mine[2], dtype=np.float32)
-    return Values(logprobs, ids.reshape(count, topk), topk_logprobs.reshape(count, topk))
+    count, topk, width = piece.num_values, piece.job.topk, piece.job.question.num_candidates
+    shapes = [(count,), (count, topk), (count, topk), (count, width)]
+    there = [True, topk > 0, topk > 0, width > 0]
+    mine = iter(frames[index * sum(there) : (index + 1) * sum(there)])
+    arrays: list[np.ndarray | None] = []
+    for shape, asked, dtype in zip(shapes, there, (np.float32, np.int32, np.float32, np.float32), strict=True):
+        frame = next(mine, None) if asked else None
+        if asked and (frame is None or frame.buffer.nbytes != 4 * math.prod(shape)):
+            return None
+        arrays.append(np.frombuffer(frame.buffer, dtype=dtype).reshape(shape) if frame is not None else None)
+    logprobs, *others = arrays
+    assert logprobs is not None
+    return Values(logprobs, *others)
 
 
 class Job:
@@ -129,13 +138,13 @@ class Job:
         self.request_id = request_id
         self.envelope = envelope
         self.client = client
-        self.group = (topk, temperature)  # rows of one batch share these
+        self.group = (topk, temperature, question.num_candidates)  # rows of one batch share these
         self.topk = topk
         self.model = model  # fingerprint
         self.arrived = arrived  # time.monotonic(), as is deadline
         self.deadline = deadline
         self.dispatched: float | None = None
-        self.score_ms = 0.0
+        self.score_ms = 0.0  # its share of the worker's time, that of known rows included
         self.digest = b""  # of the question, once it was computed
         self.number = 0  # the queue's name for it, the tokens it counts for it,
         self.held_tokens = 0
@@ -150,7 +159,8 @@ class Job:
         self._rows: np.ndarray | None = None  # request row of each row in scoring order; None: the same
         self._group_ends: np.ndarray | None = None  # where rows with one prompt end, once the job had to be cut
         self._select(None if scored.all() else np.flatnonzero(scored))
-        self.reply_bytes = int(counts.sum()) * (4 + 8 * topk)
+        # what it occupies until it is answered; candidates twice, since their ids are held with the request
+        self.reply_bytes = reply_bytes(int(counts.sum()), topk, 2 * question.num_candidates)
         self.cursor = 0  # rows before it were handed out
         self.missing = len(self.lengths)  # rows without an answer
         self._values: Values | None = None
@@ -162,12 +172,11 @@ class Job:
         q = self.question
         self._rows = rows
         if rows is None:
-            self.lengths, self.starts, self.ids = q.lengths, q.starts, q.ids
+            self.lengths, self.starts, self.ids, self.candidates = q.arrays()
         else:
             self.lengths, self.starts = q.lengths[rows], q.starts[rows]
-            ends = np.cumsum(q.lengths, dtype=np.int64)
-            parts = [q.ids[ends[row] - q.lengths[row] : ends[row]] for row in rows]
-            self.ids = np.concatenate(parts) if parts else q.ids[:0]
+            self.ids = _pick(q.ids, q.lengths, rows)
+            self.candidates = None if q.candidates is None else _pick(q.candidates, q.counts(), rows)
         self.ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         self.value_ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64) - self.starts)))
 
@@ -199,21 +208,23 @@ class Job:
         """Name of a row's values, see row_key."""
         row = self._request_row(index)
         if row not in self._keys:
-            topk, temperature = self.group
-            self._keys[row] = row_key(self.model, topk, temperature, int(self.starts[index]), self.row_ids(index))
+            topk, temperature, _ = self.group
+            start, candidates = int(self.starts[index]), Piece(self, index, index + 1).candidates
+            self._keys[row] = row_key(self.model, topk, temperature, start, self.row_ids(index), candidates)
         return self._keys[row]
 
-    def recall(self, find: Callable[[bytes], Values | None]) -> None:
+    def recall(self, find: Callable[[bytes], Kept | None]) -> None:
         """Take the values of rows that `find` knows by their keys: what is left has to be scored."""
         assert self.cursor == 0, "a job was cut before its known rows were taken out"
         left = []
         for index in range(len(self.lengths)):
-            values = find(self.key(index))
+            kept = find(self.key(index))
             row = self._request_row(index)
-            if values is None:
+            if kept is None:
                 left.append(row)
             else:
-                self._known[row] = values
+                self._known[row] = kept.values
+                self.score_ms += kept.score_ms
         if len(left) < len(self.lengths):
             self._select(np.array(left, dtype=np.int64))
         self.missing = len(left)
@@ -281,7 +292,7 @@ class Job:
             self._values = values  # the usual case: all in one piece, no copy
             return
         if self._values is None:
-            self._values = blank_values(int(self.value_ends[-1]), self.topk)
+            self._values = self._blank(int(self.value_ends[-1]))
         where = slice(self.value_ends[piece.lo], self.value_ends[piece.hi])
         for mine, new in zip(self._values, values, strict=True):
             if mine is not None and new is not None:
@@ -300,7 +311,7 @@ class Job:
         """The values in the order of the request, once no row is missing."""
         assert self.missing == 0, "a job was answered before all of its rows were"
         errors = [self.errors[row] for row in sorted(self.errors)]
-        values = self._values if self._values is not None else blank_values(int(self.value_ends[-1]), self.topk)
+        values = self._values if self._values is not None else self._blank(int(self.value_ends[-1]))
         if self._rows is None:
             return values, errors
         parts = dict(self._known)
@@ -308,5 +319,15 @@ class Job:
             where = slice(self.value_ends[index], self.value_ends[index + 1])
             parts[row] = values.part(where)
         nothing = [(row, count) for row, count in enumerate(self.question.counts().tolist()) if row not in parts]
-        parts |= {row: blank_values(count, self.topk) for row, count in nothing}
+        parts |= {row: self._blank(count) for row, count in nothing}
         return concatenate([parts[row] for row in range(len(parts))]), errors
+
+    def _blank(self, num_values: int) -> Values:
+        return blank_values(num_values, self.topk, self.question.num_candidates)
+
+
+def _pick(array: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The parts of some rows, one behind the other, where each row has `lengths` items of the array."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    parts = [array[ends[row] - lengths[row] : ends[row]] for row in rows]
+    return np.concatenate(parts) if parts else array[:0]

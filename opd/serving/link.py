@@ -1,8 +1,9 @@
 """Messages between the front and its worker process: one msgpack head, then raw arrays.
 
 Two ZMQ links over ipc in a folder of mode 0700: BATCHES (PAIR, the worker's main thread) and BEATS (PUSH, its
-heartbeat). A batch goes down as [Batch, lengths int32, starts int32, ids int32 of each piece...]; its answer comes up
-as [Scores, and per piece logprobs float32 (topk_ids int32, topk_logprobs float32)].
+heartbeat). A batch goes down as [Batch, lengths int32, starts int32, and per piece ids int32 (candidates int32)]; its
+answer comes up as [Scores, and per piece logprobs float32 (topk_ids int32, topk_logprobs float32) (candidate_logprobs
+float32)].
 A message of one frame is no batch but an order: Sleep or Wake.
 Both ends are the same package at the same version, so there is no version field.
 """
@@ -22,6 +23,7 @@ class Batch(msgspec.Struct, tag=True):
     temperature: float
     deadline: float  # time.monotonic(), which both processes share: nobody waits for the batch after it
     piece_rows: list[int]  # rows of each piece
+    num_candidates: int = 0  # per position
 
 
 class Sleep(msgspec.Struct, tag=True):
@@ -41,6 +43,7 @@ class Loaded(msgspec.Struct, tag=True):
     seconds: float
     can_sleep: bool = False  # else the process is ended to free its memory
     no_sleep: str = ""  # why that makes no sense here
+    vocabulary: bytes = b""  # what info.tokenizer is the fingerprint of, where the scorer knows
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -61,7 +64,7 @@ class Beat(msgspec.Struct, tag=True):
 class Scores(msgspec.Struct, tag=True):
     seq: int
     seconds: float  # 0 when the batch came too late to be scored
-    crcs: memoryview  # uint32, one per row of the batch: crc32 of the ids that were scored
+    digests: list[bytes]  # of the lengths, starts, ids and candidates of each piece, as they were scored
     errors: list[tuple[int, int, str, str]]  # piece, row within it, code, message; those rows hold NaN
 
 

@@ -42,6 +42,10 @@ class Prefetcher:
         if len(self._jobs) >= MAX_JOBS or held + job.tokens > self.max_tokens:
             message = f"{held} tokens wait to be prefetched, {job.tokens} more would be above {self.max_tokens}"
             return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
+        candidates = sum(_num_candidates(each) for each in (*self._jobs, job))
+        if candidates > SHARE * self.max_tokens:
+            message = f"{candidates} candidate ids would wait with the rows to prefetch, {SHARE * self.max_tokens} may"
+            return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
         if mine + job.tokens > self.max_tokens // 2:
             message = f"{mine} tokens of this client wait to be prefetched; one client may have {self.max_tokens // 2}"
             return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
@@ -72,8 +76,7 @@ class Prefetcher:
         if not pieces:
             return None
         self._count += 1
-        topk, temperature = pieces[0].job.group
-        return Batch(-self._count, topk, temperature, pieces)  # negative: the queue counts upwards
+        return Batch(-self._count, *pieces[0].job.group, pieces)  # negative: the queue counts upwards
 
     def _knows(self, job: Job, row: int, skip: Callable[[Job, int], bool]) -> bool:
         """Whether a row is left out; one that is not is with the worker from here on."""
@@ -98,3 +101,7 @@ class Prefetcher:
     def clear(self) -> None:
         """Forget what waits."""
         self._jobs.clear()
+
+
+def _num_candidates(job: Job) -> int:
+    return 0 if job.candidates is None else job.candidates.size

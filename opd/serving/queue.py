@@ -1,6 +1,7 @@
 """Which rows are scored next, and which requests are let in: a data structure without sockets, threads or a clock.
 
-The front offers jobs, asks for batches and tells when a job is over. A batch has one (topk, temperature), fits the
+The front offers jobs, asks for batches and tells when a job is over. A batch has one (topk, temperature,
+candidates per position), fits the
 token budget and is shared by all clients that wait; the client that had the fewest tokens so far comes first.
 
 Not covered: priorities; a client's own requests are served in their order.
@@ -33,6 +34,7 @@ class Batch:
     seq: int
     topk: int
     temperature: float
+    num_candidates: int
     pieces: list[Piece]
     alone: bool = False  # one row, because it may have killed a worker
 
@@ -178,7 +180,7 @@ class Queue:
 
     def _batch(self, leader: Job, pieces: list[Piece], *, alone: bool = False) -> Batch:
         self._count += 1
-        return Batch(self._count, leader.group[0], leader.group[1], pieces, alone)
+        return Batch(self._count, *leader.group, pieces, alone)
 
     @property
     def num_jobs(self) -> int:

@@ -112,6 +112,7 @@ class Supervisor:
         self.info: ModelInfo | None = None
         self.load_seconds = 0.0
         self.no_sleep = ""  # why this backend cannot sleep
+        self.vocabulary = b""  # what info.tokenizer is the fingerprint of; empty where the scorer does not know
         self._can_sleep = False  # without ending the process
         self._context = context
         self._settings = settings
@@ -143,11 +144,11 @@ class Supervisor:
         assert self._process is not None and self.state == "ready"
         deadline = max(piece.job.deadline for piece in batch.pieces)
         rows = [piece.hi - piece.lo for piece in batch.pieces]
-        head = link.Batch(batch.seq, batch.topk, batch.temperature, deadline, rows)
+        head = link.Batch(batch.seq, batch.topk, batch.temperature, deadline, rows, batch.num_candidates)
         lengths = np.concatenate([piece.lengths for piece in batch.pieces])
         starts = np.concatenate([piece.starts for piece in batch.pieces])
-        ids = [to_bin(piece.ids, np.int32) for piece in batch.pieces]
-        frames = [link.encode(head), to_bin(lengths, np.int32), to_bin(starts, np.int32), *ids]
+        arrays = [array for piece in batch.pieces for array in (piece.ids, piece.candidates) if array is not None]
+        frames = [link.encode(head), *(to_bin(array, np.int32) for array in (lengths, starts, *arrays))]
         if self._running == 0:
             self._last_progress = now
         self._running += 1
@@ -228,6 +229,7 @@ class Supervisor:
         self.info = new
         self.load_seconds = message.seconds
         self._can_sleep, self.no_sleep = message.can_sleep, message.no_sleep
+        self.vocabulary = message.vocabulary
         self._start_failures = 0
         self.state, self.detail = "ready", clip(f"{new.backend} scores with {new.name}")
         logger.info("worker ready after %.1f s", message.seconds)

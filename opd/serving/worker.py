@@ -28,8 +28,8 @@ import zmq
 from opd.errors import ConfigError, RowError
 from opd.scoring.scorer import LoadOptions, Row, RowScores, Scorer
 from opd.serving import link
-from opd.serving.job import Values, blank_values, row_crcs
-from opd.wire import clip, to_bin
+from opd.serving.job import Values, blank_values
+from opd.wire import clip, digest, to_bin
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,8 @@ def run(folder: Path, parent: int, backend: str, options: LoadOptions) -> int:
 
 def _loaded(scorer: Scorer, began: float) -> link.Loaded:
     can_sleep, no_sleep = getattr(scorer, "can_sleep", False), getattr(scorer, "no_sleep", "")
-    return link.Loaded(scorer.info, time.monotonic() - began, can_sleep, clip(no_sleep))
+    vocabulary = getattr(scorer, "vocabulary", b"")
+    return link.Loaded(scorer.info, time.monotonic() - began, can_sleep, clip(no_sleep), vocabulary)
 
 
 def obey(scorer: Any, canary: np.ndarray, order: link.Sleep | link.Wake) -> link.Slept | link.Loaded:
@@ -168,14 +169,15 @@ def score_batch(scorer: Scorer, canary: np.ndarray, frames: Sequence[memoryview]
     head = link.decode_batch(frames[0])
     lengths, starts = (np.frombuffer(frame, dtype=np.int32) for frame in frames[1:3])
     # np.array copies: received frames are read-only and may be unaligned, which torch does not take
-    ids = [np.array(np.frombuffer(frame, dtype=np.int32)) for frame in frames[3:]]
-    pieces, first = [], 0
-    for count, piece_ids in zip(head.piece_rows, ids, strict=True):
-        ends = np.cumsum(lengths[first : first + count]).tolist()
-        begins = [0, *ends[:-1]]
-        piece_starts = starts[first : first + count].tolist()
-        pieces.append([Row(piece_ids[a:b], s) for a, b, s in zip(begins, ends, piece_starts, strict=True)])
+    arrays = iter([np.array(np.frombuffer(frame, dtype=np.int32)) for frame in frames[3:]])
+    given, first = [], 0
+    for count in head.piece_rows:
+        mine = slice(first, first + count)
         first += count
+        ids = next(arrays)
+        candidates = next(arrays).reshape(-1, head.num_candidates) if head.num_candidates else None
+        given.append((lengths[mine], starts[mine], ids, candidates))
+    pieces = [cut_rows(*arrays_of_piece) for arrays_of_piece in given]
     rows = [row for piece in pieces for row in piece]
 
     began = time.monotonic()
@@ -197,8 +199,21 @@ def score_batch(scorer: Scorer, canary: np.ndarray, frames: Sequence[memoryview]
         out.append(to_bin(values.logprobs, np.float32))
         if values.topk_ids is not None and values.topk_logprobs is not None:
             out += [to_bin(values.topk_ids, np.int32), to_bin(values.topk_logprobs, np.float32)]
-    crcs = to_bin(row_crcs([row.ids for row in rows]), np.uint32)
-    return [link.encode(link.Scores(head.seq, seconds, crcs, errors)), *out]
+        if values.candidate_logprobs is not None:
+            out.append(to_bin(values.candidate_logprobs, np.float32))
+    digests = [digest(*arrays_of_piece) for arrays_of_piece in given]  # now: the scorer may have overwritten them
+    return [link.encode(link.Scores(head.seq, seconds, digests, errors)), *out]
+
+
+def cut_rows(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray, candidates: np.ndarray | None) -> list[Row]:
+    """The rows of one piece, as views."""
+    rows, end, value_end = [], 0, 0
+    for length, start in zip(lengths.tolist(), starts.tolist(), strict=True):
+        begin, end = end, end + length
+        value_begin, value_end = value_end, value_end + length - start
+        mine = candidates[value_begin:value_end] if candidates is not None else None
+        rows.append(Row(ids[begin:end], start, mine))
+    return rows
 
 
 def _score(
@@ -233,12 +248,12 @@ def join(
     for index, (row, result) in enumerate(zip(rows, results, strict=True)):
         if isinstance(result, RowError):
             bad[index] = result
-        elif not _has_shape(result, len(row.ids) - row.start, topk):
+        elif not _has_shape(result, row, topk):
             bad[index] = RowError(index, "scorer_error", "the scorer returned arrays of another size than the row has")
         else:
             parts.append(result)
     if not bad:
-        values = _stack(parts, topk)
+        values = _stack(parts)
         if _usable(values):
             return values, []
     return _blank_unusable(rows, results, topk, bad)
@@ -255,31 +270,33 @@ def _blank_unusable(
                 kept.append(result)
                 continue
             bad[index] = RowError(index, "non_finite", "the model gave a value that is NaN, infinite or above 0")
-        kept.append(RowScores(*blank_values(len(row.ids) - row.start, topk)))
-    return _stack(kept, topk), sorted(bad.items())
+        width = row.candidates.shape[1] if row.candidates is not None else 0
+        kept.append(RowScores(*blank_values(len(row.ids) - row.start, topk, width)))
+    return _stack(kept), sorted(bad.items())
 
 
-def _has_shape(result: RowScores, num_values: int, topk: int) -> bool:
-    if result.logprobs.shape != (num_values,):
-        return False
-    if not topk:
-        return True
-    ids, logprobs = result.topk_ids, result.topk_logprobs
-    return ids is not None and logprobs is not None and ids.shape == logprobs.shape == (num_values, topk)
+def _has_shape(result: RowScores, row: Row, topk: int) -> bool:
+    """Whether a result has the arrays that were asked for, and no others."""
+    num_values = len(row.ids) - row.start
+    top = (num_values, topk) if topk else None
+    wanted = [(num_values,), top, top, row.candidates.shape if row.candidates is not None else None]
+    return [None if array is None else array.shape for array in result] == wanted
 
 
-def _stack(parts: Sequence[RowScores], topk: int) -> Values:
-    logprobs = np.concatenate([part.logprobs for part in parts])
-    if not topk:
-        return Values(logprobs, None, None)
-    ids = _concatenate([part.topk_ids for part in parts if part.topk_ids is not None])
-    return Values(logprobs, ids, _concatenate([part.topk_logprobs for part in parts if part.topk_logprobs is not None]))
+def _stack(parts: Sequence[RowScores]) -> Values:
+    columns = [[array for array in column if array is not None] for column in zip(*parts, strict=True)]
+    _, *others = (_concatenate(column) if column else None for column in columns)
+    return Values(np.concatenate(columns[0]), *others)
 
 
 def _usable(values: Values) -> bool:
     """Whether all log-probs are finite and at most 0, apart from rounding; a NaN fails both comparisons."""
-    arrays = [array for array in (values.logprobs, values.topk_logprobs) if array is not None and array.size]
-    return all(bool(array.max() <= MAX_LOGPROB and array.min() > -np.inf) for array in arrays)
+    arrays = (values.logprobs, values.topk_logprobs, values.candidate_logprobs)
+    return all(
+        bool(array.max() <= MAX_LOGPROB and array.min() > -np.inf)
+        for array in arrays
+        if array is not None and array.size
+    )
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,0 +1,47 @@
+"""verl's agent loop workers, which run the rollout, with one addition: what is finished is sent to the teacher.
+
+`_agent_loop_postprocess` is where a worker of either trainer gets the ids of a finished response, before they are
+padded (V0) or stored in TransferQueue (V1, opd/agent_loop_v1.py). Neither changes them afterwards, so they are the very
+ids that the trainer will ask the teacher about. Chosen by verl's `rollout.agent.agent_loop_manager_class` when
+`teacher.overlap` is on (opd/config.py manager_class).
+
+Not covered: REMAX's greedy baselines, which are prefetched although nobody asks about them later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+
+from opd.config import addresses, teacher_loss
+from opd.overlap import PrefetchThread
+
+
+class OverlapWorker(AgentLoopWorker):
+    """Runs the agent loops of one chunk of a batch, and sends each finished row to the teacher."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        teacher = self.config.teacher
+        self.prefetch_thread = PrefetchThread(
+            addresses(teacher),
+            topk=teacher_loss(self.config).settings.topk,
+            temperature=float(self.config.actor_rollout_ref.rollout.temperature),
+            max_tokens_per_request=teacher.max_tokens_per_request,
+        )
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        if not validate:  # nobody asks the teacher about a validation
+            for each in output if isinstance(output, list) else [output]:
+                self.prefetch_thread.add(each.prompt_ids, each.response_ids)
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+class OverlapManager(AgentLoopManager):
+    """For the V0 trainer. verl's manager asks for its worker class in this attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(OverlapWorker)
+        super().__init__(*args, **kwargs)
