@@ -10,7 +10,7 @@ setup:
 	@bash tools/setup_venv.sh
 
 test: setup
-	.venv/bin/python -m pytest tests $(PYTEST_ARGS)
+	.venv/bin/python -m pytest tests -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-vllm:
 	@bash tools/setup_vllm_venv.sh

@@ -42,7 +42,7 @@ class InstantScorer:
 
     def score(self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0) -> list[RowScores]:
         results = []
-        for ids, start in rows:
+        for ids, start, _ in rows:
             begin = int(ids[start]) % OFFSETS if start < len(ids) else 0
             end = begin + len(ids) - start
             if topk:

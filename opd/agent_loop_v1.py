@@ -10,7 +10,7 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from opd.agent_loop import OverlapWorker
 
 # verl made an actor of its worker, which Python cannot inherit; this is the class that Ray made the actor of
-Worker: Any = AgentLoopWorkerTQ.__ray_actor_class__
+Worker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # type: ignore[attr-defined]  # Ray adds it
 
 
 class OverlapWorkerTQ(OverlapWorker, Worker):

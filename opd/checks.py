@@ -35,7 +35,9 @@ class Values(NamedTuple):
 
     def part(self, where: slice) -> Values:
         """Some positions without their errors, as views."""
-        _, ids, topk_logprobs, candidate_logprobs = (None if a is None else a[where] for a in self[:4])
+        if self.topk_ids is None and self.candidate_logprobs is None:  # the usual case, and there may be many rows
+            return Values(self.logprobs[where], None, None, None, [])
+        ids, topk_logprobs, candidate_logprobs = (None if a is None else a[where] for a in self[1:4])
         return Values(self.logprobs[where], ids, topk_logprobs, candidate_logprobs, [])
 
 

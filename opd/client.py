@@ -247,9 +247,9 @@ class TeacherClient:
     ) -> int:
         """Ask the teacher to score rows when nobody waits, so that a `score` of the same rows later costs nothing.
 
-        A prompt's rows go to one replica, where a `score` with `prefetched=True` asks for them, be it in another process.
-        Best effort: a teacher that cannot be reached or has no room is no error, and rows that were not prefetched are
-        scored when they are asked for.
+        A prompt's rows go to one replica, where a `score` with `prefetched=True` asks for them, also in another
+        process. Best effort: a teacher that cannot be reached or has no room is no error, and rows that were not
+        prefetched are scored when they are asked for.
 
         Args:
             rows, starts, topk, candidates, temperature: as in the `score` to come; another value of any is another
@@ -527,9 +527,7 @@ class TeacherClient:
         free = [replica for replica in up if replica.usable_at <= now and len(replica.inflight) < self._depth]
         return min(free, key=lambda replica: replica.outstanding_tokens, default=None)
 
-    def _send(
-        self, call: Call, chunk: Chunk, replica: Replica, now: float, *, prefetch_s: float | None = None
-    ) -> None:
+    def _send(self, call: Call, chunk: Chunk, replica: Replica, now: float, *, prefetch_s: float | None = None) -> None:
         question = call.question(chunk)
         budget_s = call.deadline.attempt_s() if prefetch_s is None else prefetch_s
         request_id = new_id()

@@ -1,4 +1,4 @@
-"""teacher.json beside a run's checkpoints: which teachers it has, so that whoever resumes it goes on with the same ones.
+"""teacher.json beside a run's checkpoints: which teachers it has, so that a resumed run goes on with the same ones.
 
 The handshake of a resumed run checks its teacher as that of a new one does, and any teacher that fits the student
 passes. Only this file knows which one the checkpoints were trained with.
@@ -87,9 +87,13 @@ def _compare(path: Path, now: Mapping[str, Recorded]) -> None:
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         if old is None or new is None or not old.same_as(new):
-            which = f" {name}" if len(before.keys() | now.keys()) > 1 else ""
+            which = f"teacher {name}" if len(before.keys() | now.keys()) > 1 else "teacher"
             raise TeacherMismatch(
-                f"the run in {path.parent} had the teacher{which} {old or 'of no such name'}, and would be resumed with "
-                f"{new or 'none of that name'}; start the old one again, or begin a new run, in another RUN_DIR, with "
-                "the actor/huggingface folder of a checkpoint as STUDENT"
+                f"the run in {path.parent} had {_words(which, old)}, and would be resumed with {_words(which, new)}; "
+                "start the old teacher again, or begin a new run, in another RUN_DIR, with the actor/huggingface "
+                "folder of a checkpoint as STUDENT"
             )
+
+
+def _words(which: str, teacher: Recorded | None) -> str:
+    return f"no {which}" if teacher is None else f"the {which} {teacher}"

@@ -66,8 +66,8 @@ def test_a_finished_row_is_scored_once_and_found_by_another_client(teacher_serve
     rows = some_rows(8)
     with TeacherClient(addresses) as client, PrefetchThread(addresses, topk=2, temperature=0.5) as thread:
         client.wait_until_ready(30)
-        for row in rows:
-            thread.add(*row)
+        for prompt, response in rows:
+            thread.add(prompt, response)
         thread.add([1, 2], [])  # nothing to score
         wait_until(lambda: thread.taken == 16, 20)
         wait_until(lambda: sum(num_scored(client, server) for server in servers) == 16, 20)
@@ -118,6 +118,7 @@ def test_a_teacher_that_is_not_there_delays_nobody() -> None:
     for row in some_rows(50):
         thread.add(*row)
     assert time.monotonic() - began < 0.5
+    wait_until(lambda: not thread._rows, 5)  # it asks now, and gives up after 2 s
     thread.close()
     assert time.monotonic() - began < 4.0
     assert not thread._thread.is_alive() and threading.active_count() == before
@@ -128,7 +129,7 @@ def test_a_teacher_that_is_not_there_delays_nobody() -> None:
 # verl's hook
 
 
-def worker_of(cls: type, thread: PrefetchThread) -> Any:
+def worker_of(cls: Any, thread: PrefetchThread) -> Any:
     """A worker with what postprocessing needs: verl builds the rest out of a whole model folder."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -237,6 +238,6 @@ def test_the_manager_follows_the_trainer_and_an_unknown_one_is_refused() -> None
     ]
     for config, name in cases:
         assert manager_class(config) == name
-        assert name is None or load_class_from_fqn(name, "AgentLoopManager").create
+        assert name is None or hasattr(load_class_from_fqn(name, "AgentLoopManager"), "create")
     with pytest.raises(ConfigError, match=r"my\.Manager does not send finished rows"):
         check(composed(on, f"+{key}=my.Manager", cpu=False))

@@ -51,14 +51,13 @@ def test_the_table_of_the_teacher_block_has_its_keys_and_defaults():
         assert yaml.safe_load(text) == getattr(default, name), name
 
 
-def test_every_flag_of_the_teacher_server_is_in_its_help():
-    shown = subprocess.run(
-        [sys.executable, "-m", "opd.teacher_server", "--help"],
-        capture_output=True,
-        text=True,
-        env=CHILD_ENV,
-        timeout=60,
-    ).stdout
+def test_every_flag_of_the_teacher_is_in_a_help():
+    shown = "".join(
+        subprocess.run(
+            [sys.executable, "-m", module, "--help"], capture_output=True, text=True, env=CHILD_ENV, timeout=60
+        ).stdout
+        for module in ("opd.teacher_server", "opd.teacher_pool")
+    )
     flags = set(re.findall(r"(--[a-z][\w-]+)", section("The teacher"))) | {"--max-len"}
     assert flags - {"--help"}
     assert not [flag for flag in flags if flag not in shown]

@@ -31,7 +31,7 @@ RESPONSES = [[1, 2, 3, 4, 5, 6], [4, 4], [8, 9, 10], [2] * 5, [7], [3, 9, 9, 9, 
 HOLES = [(0, 2), (0, 3), (3, 1), (3, 3), (5, 1), (5, 2), (5, 3), (6, 0), (7, 1)]
 B, P, R = 8, 4, 6
 LOSSES = ("sampled", "jsd_topk")
-CPU_WORKER = "actor_rollout_ref.actor.optim.lr=0"
+NO_STEP = "actor_rollout_ref.actor.optim.lr=0"
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
 
 
@@ -118,22 +118,33 @@ def micro_batches(size: int) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(make_worker, student):
     """All rows in one micro-batch, padded: what the other shapes are compared with."""
-    worker = make_worker(CPU_WORKER, *micro_batches(B))
+    worker = make_worker(NO_STEP, *micro_batches(B))
     return worker, measure(worker, student)
 
 
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"
-SHAPES = {
-    "one row each": micro_batches(1),
-    "up to 16 tokens each": ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16"],  # use_dynamic_bsz is on
-    "packed, all rows": [PACKED, *micro_batches(B)],
-    "packed, up to 16 tokens each": [PACKED, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16"],
+SHAPES = {  # settings, and how often the model is called for an update
+    "one row each": (micro_batches(1), 8),
+    "up to 16 tokens each": (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16"], 4),  # use_dynamic_bsz is on
+    "packed, all rows": ([PACKED, *micro_batches(B)], 1),
+    "packed, up to 16 tokens each": ([PACKED, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16"], 4),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_neither_micro_batches_nor_packing_change_loss_or_gradient(whole, make_worker, student, shape):
-    got = measure(make_worker(CPU_WORKER, *SHAPES[shape]), student)
+    """Packing works without flash attention: transformers finds the rows by their position_ids."""
+    overrides, num_calls = SHAPES[shape]
+    worker = make_worker(NO_STEP, *overrides)
+    inputs = []
+    worker.actor.engine.module.register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    got = measure(worker, student)
+    assert len(inputs) == num_calls * len(LOSSES)
+    if shape.startswith("packed"):
+        assert {rows for rows, _ in inputs} == {1}
+        assert sum(tokens for _, tokens in inputs) == len(LOSSES) * sum(map(len, PROMPTS + RESPONSES))
     for name in LOSSES:
         assert_same(got[name], whole[1][name])
         assert got[name]["grad_norm"] > 0.01 and abs(got[name]["actor/pg_loss"]) > 0.01
@@ -143,7 +154,7 @@ def assert_same(got: dict[str, float], expected: dict[str, float]) -> None:
     compared = {"loss", "actor/pg_loss", "kl_loss", "opd/topk_loss", "grad_norm"} & expected.keys()
     assert len(compared) == 4 and compared <= got.keys()
     for metric in compared:
-        assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+        assert got[metric] == pytest.approx(expected[metric], rel=1e-5), metric
 
 
 # Tool tokens
@@ -161,15 +172,16 @@ def test_what_the_teacher_says_of_a_tool_token_or_of_padding_moves_nothing(whole
         columns[TOPK_IDS][outside] = torch.tensor([1, 2, 3], dtype=torch.int32)
     got = update(worker, to_data(columns))
     for metric, value in expected[name].items():
-        if not metric.startswith("perf/"):  # seconds and memory
-            assert got[metric] == value, metric
+        if metric != "mfu" and not metric.startswith("perf/"):  # time and memory
+            assert got[metric] == pytest.approx(value, rel=1e-6), metric
     b, t = 0, 4  # right after two tool tokens: the same change of a token that counts is seen
     columns = full_batch(student, name)
     columns["ref_log_prob"][b, t] += 5
     if name != "sampled":
         columns[TOPK_LOGPROBS][b, t] -= 5
     moved = update(worker, to_data(columns))
-    assert abs(moved["loss"] - expected[name]["loss"]) > 1e-3 < abs(moved["grad_norm"] - expected[name]["grad_norm"])
+    for metric in ("loss", "grad_norm"):
+        assert abs(moved[metric] - expected[name][metric]) > 1e-4
 
 
 def test_tool_tokens_are_context_for_the_teacher(teacher_server):
@@ -205,6 +217,21 @@ def test_tool_tokens_are_context_for_the_teacher(teacher_server):
 # LoRA
 
 
+def meta(temperature: float) -> dict:
+    """What V0's loop puts beside the batch."""
+    return {"temperature": temperature, "global_token_num": columns_of()["attention_mask"].sum(1).tolist()}
+
+
+def bare_trainer(worker):
+    """Ours, with what verl's methods for log-probs read; its constructor needs data sets."""
+    from opd.trainer import OPDTrainer
+
+    trainer = OPDTrainer.__new__(OPDTrainer)
+    trainer.config, trainer.global_steps = composed(), 1
+    trainer.ref_in_actor, trainer.actor_rollout_wg = True, worker
+    return trainer
+
+
 def set_adapters(worker) -> None:
     """As after some training: a new adapter changes nothing, since its second matrix is 0."""
     generator = torch.Generator().manual_seed(7)
@@ -219,8 +246,6 @@ def test_an_adapter_gets_the_gradient_and_its_base_is_no_teacher(whole, make_wor
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    from opd.trainer import OPDTrainer
-
     worker = make_worker(*LORA, *micro_batches(B))
     first = update(worker, to_data(full_batch(student, "sampled")))
     for metric in ("loss", "kl_loss", "actor/pg_loss"):  # a new adapter is the base model
@@ -233,24 +258,18 @@ def test_an_adapter_gets_the_gradient_and_its_base_is_no_teacher(whole, make_wor
     server = teacher_server(vocab=VOCAB)
     columns = full_batch(student, "sampled")
     base, oracle = columns.pop("old_log_probs"), columns.pop("ref_log_prob")
-    trainer = OPDTrainer.__new__(OPDTrainer)  # verl's constructor needs data sets; the method reads only these
-    trainer.ref_in_actor, trainer.actor_rollout_wg, trainer.global_steps = True, worker, 1
+    trainer = bare_trainer(worker)
     with TeacherClient(server.address) as client:
         trainer.teacher = TeacherReference(client, TeacherConfig())
-        batch = DataProto.from_single_dict(columns | {"old_log_probs": base}, meta_info={"temperature": 1.0})
+        batch = DataProto.from_single_dict(columns | {"old_log_probs": base}, meta_info=meta(1.0))
         ours = trainer._compute_ref_log_prob(batch).batch["ref_log_prob"]
         verls = RayPPOTrainer._compute_ref_log_prob(trainer, batch).batch["ref_log_prob"]
-        adapted = RayPPOTrainer._compute_old_log_prob(trainer_for(trainer), batch)[0].batch["old_log_probs"]
+        adapted = trainer._compute_old_log_prob(batch)[0].batch["old_log_probs"]
     real = columns["attention_mask"][:, P:].bool()
     torch.testing.assert_close(ours[real], oracle[real], atol=1e-5, rtol=0)
     torch.testing.assert_close(verls[real], base[real], atol=1e-5, rtol=1e-5)  # what must not be the teacher
     assert (ours - verls)[real].abs().mean() > 0.1
-    assert (adapted - base)[real].abs().mean() > 0.1  # the student itself is asked with its adapter
-
-
-def trainer_for(trainer):
-    trainer.config = composed(*LORA)
-    return trainer
+    assert (adapted - base)[real].abs().mean() > 0.05  # the student itself is asked with its adapter
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
@@ -270,7 +289,7 @@ def test_v1_asks_the_teacher_for_a_lora_student_too(mode):
 
 
 def test_the_rollout_gets_an_adapter_merged_into_its_base(make_worker, student):
-    """model.lora.merge=True, without which the CPU rollout refuses an adapter; verl sends merged weights as bfloat16."""
+    """With model.lora.merge=True, without which the CPU rollout refuses an adapter; verl rounds them to bfloat16."""
     worker = make_worker(*LORA, "actor_rollout_ref.model.lora.merge=true", *micro_batches(B))
     set_adapters(worker)
     named = dict(worker.actor.engine.module.named_parameters())
@@ -297,13 +316,9 @@ def test_at_a_rollout_temperature_the_kl_of_a_model_with_itself_is_0(whole, stud
 
     worker, _ = whole
     server = start_teacher("--backend", "hf", "--model", student, "--device", "cpu", "--dtype", "float32")
-    from opd.trainer import OPDTrainer
-
-    trainer = trainer_for(OPDTrainer.__new__(OPDTrainer))
-    trainer.actor_rollout_wg = worker
     columns = columns_of()
-    batch = DataProto.from_single_dict(columns, meta_info={"temperature": 0.7})
-    old = trainer._compute_old_log_prob(batch)[0].batch["old_log_probs"]
+    batch = DataProto.from_single_dict(columns, meta_info=meta(0.7))
+    old = bare_trainer(worker)._compute_old_log_prob(batch)[0].batch["old_log_probs"]
     server.wait_ready()
     kl = {}
     with TeacherClient(server.address) as client:

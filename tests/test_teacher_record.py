@@ -50,13 +50,13 @@ def test_a_run_is_resumed_with_the_teacher_it_had_and_with_no_other(student, tok
         assert train(one) == ""
         assert train(two) == (
             f"error: the run in {checkpoints} had the teacher 'fake' (model model-1, tokenizer {fingerprint}), and "
-            f"would be resumed with 'fake' (model model-2, tokenizer {fingerprint}); start the old one again, or begin "
-            "a new run, in another RUN_DIR, with the actor/huggingface folder of a checkpoint as STUDENT\n"
+            f"would be resumed with the teacher 'fake' (model model-2, tokenizer {fingerprint}); start the old teacher "
+            "again, or begin a new run, in another RUN_DIR, with the actor/huggingface folder of a checkpoint as "
+            "STUDENT\n"
         )
         several = [f"+teacher.teachers.math={two.address}", "+teacher.routes.sums=math"]
-        assert "had the teacher math of no such name, and would be resumed with 'fake' (model model-2" in train(
-            one, *several, "+teacher.routes.other=default"
-        )
+        said = train(one, *several, "+teacher.routes.other=default")
+        assert "had no teacher math, and would be resumed with the teacher math 'fake' (model model-2" in said
         assert train(one) == ""  # a refused one has not taken its place
         path = f"trainer.resume_from_path={checkpoints}/global_step_7"
         elsewhere = f"trainer.default_local_dir={student}/elsewhere"
