@@ -154,11 +154,15 @@ def test_a_teacher_that_dies_in_mid_run_ends_the_run_and_leaves_nothing(copied_r
 
 
 def test_a_dry_run_prints_the_configuration_and_the_commands(copied_recipe, tmp_path):
-    done = run("--dry-run", "data.train_batch_size=24", RECIPE=copied_recipe, KL_COEF=0.25, RUN_DIR=tmp_path / "run")
+    knobs = {"KL_COEF": 0.25, "TRAINER": "sync", "TEACHER_REPLICAS": 2, "TEACHER_PORT": 15601}
+    done = run("--dry-run", "data.train_batch_size=24", RECIPE=copied_recipe, RUN_DIR=tmp_path / "run", **knobs)
     assert done.returncode == 0, done.stderr
     assert "kl_loss_coef: 0.25" in done.stdout
     assert "train_batch_size: 24" in done.stdout
-    assert "-m opd.teacher_server --model" in done.stdout and "-m opd.main_opd --recipe" in done.stdout
+    assert "use_v1: true" in done.stdout
+    assert "address: tcp://127.0.0.1:15601,tcp://127.0.0.1:15602" in done.stdout
+    assert "-m opd.teacher_pool --replicas 2 --base-port 15601" in done.stdout
+    assert "-m opd.main_opd --recipe" in done.stdout
     assert not (tmp_path / "run").exists()
 
 

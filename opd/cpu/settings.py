@@ -43,7 +43,7 @@ OVERRIDES: list[str] = [
     *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in ENV.items()),
     # DataLoader workers die noisily at the end of the run.
     "data.dataloader_num_workers=0",
-    # Packed sequences need flash attention.
+    # Without flash attention, packing costs a mask of all tokens of a micro-batch squared.
     f"{_MODEL}.use_remove_padding=False",
     f"+{_MODEL}.override_config.attn_implementation=sdpa",
     f"{_MODEL}.enable_gradient_checkpointing=False",
