@@ -167,6 +167,9 @@ def test_the_counters_are_what_was_asked(shared: ServerProcess) -> None:
         assert [error.code for error in scores.row_errors] == ["oom"]
         client.score(rows([14, 15], [11, 12, 13]), [1, 1], timeout_s=20)  # both are known by now
     send(shared.address, zmq.REQ, b"\xc1", answered=True)
+    refused = ('opd_teacher_replies_total{status="error"}', 'opd_teacher_errors_total{code="bad_msgpack"}')
+    # a reply is counted once it is sent, when its client may read it already
+    wait_until(lambda: set(refused) <= scrape(shared).keys(), 10, "the count of the refusal")
     after = scrape(shared)
 
     def more(name: str) -> float:

@@ -174,9 +174,12 @@ def start_pool(tmp_path: Path) -> Iterator[Callable[..., PoolProcess]]:
         pool.end()
 
 
-def score_while(client: TeacherClient, disturb: Callable[[], None]) -> None:
-    """Score a batch of some seconds, disturb it in the middle, and compare every value."""
-    rng = np.random.default_rng(0)
+def score_while(client: TeacherClient, disturb: Callable[[], None], *, seed: int) -> None:
+    """Score a batch of some seconds, disturb it in the middle, and compare every value.
+
+    Another seed for each call: a batch that a replica has seen before comes from its cache at once.
+    """
+    rng = np.random.default_rng(seed)
     rows = [rng.integers(0, 1000, 100).astype(np.int32) for _ in range(80)]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(client.score(rows, [20] * len(rows), timeout_s=60.0)))
@@ -205,12 +208,12 @@ def test_replicas_survive_the_loss_of_an_actor_and_of_a_node(
     assert len({name for name, _ in places.values()}) == 2, f"both replicas on one node: {places}"
     with TeacherClient(addresses, max_tokens_per_request=1000) as client:
         client.wait_until_ready(30.0)
-        score_while(client, lambda: os.kill(places["0"][1], signal.SIGKILL))
+        score_while(client, lambda: os.kill(places["0"][1], signal.SIGKILL), seed=0)
         pool.wait_for("replica 0 is ready", 2)
         client.wait_until_ready(30.0)
 
         lost = next(node for node in cluster.nodes if node.node_id.startswith(places["1"][0]))
-        score_while(client, lambda: cluster.ray.remove_node(lost, allow_graceful=False))
+        score_while(client, lambda: cluster.ray.remove_node(lost, allow_graceful=False), seed=1)
         pool.wait_for("replica 1 is ready", 2)
         assert pool.places()[-1][1] != places["1"][0]
         client.wait_until_ready(30.0)

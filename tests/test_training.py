@@ -123,14 +123,19 @@ def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_gr
 
 
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):
-    """Killed after the first step, restarted on the same port: every step has real values, and no zeros."""
+    """Killed after the first step, restarted on the same port: every step has real values, and no zeros.
+
+    It is also the run of the policy gradient, without the task's reward, at a coefficient that halves.
+    """
     port = free_port()
     teacher = [sys.executable, "-m", "opd.teacher_server", "--model", prepared["teacher"]]
     teacher += ["--bind", f"tcp://127.0.0.1:{port}"]
     run_dir = tmp_path / "run"
     first = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
+    overrides = ["teacher.loss=policy_gradient", "algorithm.adv_estimator=opd"]
+    overrides += ["teacher.coef_schedule=linear", "teacher.coef_end=0.5", "trainer.total_training_steps=4"]
     trainer = subprocess.Popen(
-        command(prepared, f"tcp://127.0.0.1:{port}", run_dir, "trainer.total_training_steps=4"),
+        command(prepared, f"tcp://127.0.0.1:{port}", run_dir, *overrides),
         env=CHILD_ENV,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -151,6 +156,13 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
         steps = [data for data in steps if "training/global_step" in data]
         assert len(steps) == 4
         assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in steps)
+        assert [data["actor/opd/coef"] for data in steps] == pytest.approx([1, 5 / 6, 4 / 6, 0.5])
+        for data in steps:
+            assert data["actor/opd/task_advantage_abs"] == 0
+            assert data["actor/opd/teacher_advantage_abs"] > 0.05
+            assert data["critic/advantages/max"] == 0  # verl's metric is of the task's
+            assert data["actor/grad_norm"] > 0
+            assert "actor/kl_loss" not in data
     finally:
         for process in (first, trainer):
             process.kill()

@@ -38,7 +38,7 @@ def teacher(prepared, tmp_path_factory):
 class Run:
     """Two steps of a trainer, to the end."""
 
-    def __init__(self, trainer: str, prepared: dict, address: str, run_dir: Path):
+    def __init__(self, trainer: str, prepared: dict, address: str, run_dir: Path, *overrides: str):
         asked = Path(prepared["teacher"]) / "asked.jsonl"
         asked.unlink(missing_ok=True)
         command = [
@@ -55,6 +55,7 @@ class Run:
             f"teacher.address={address}",
             "trainer.total_training_steps=2",
             "trainer.val_before_train=False",
+            *overrides,
         ]
         done = subprocess.run(command, env=CHILD_ENV, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -108,13 +109,20 @@ def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared):
     assert first["actor/kl_loss"] == pytest.approx(k3.mean(), rel=1e-3)
 
 
-def test_colocate_async_asks_the_teacher_about_each_batch_too(prepared, teacher, tmp_path):
+def test_colocate_async_trains_on_the_teachers_top_k(prepared, teacher, tmp_path):
     """On a CPU nothing is interrupted when training starts: the rollout goes on, and what it sends is used later."""
-    run = Run("colocate_async", prepared, teacher, tmp_path / "colocate_async")
+    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8")
+    run = Run("colocate_async", prepared, teacher, tmp_path / "colocate_async", *overrides)
     assert len(run.asked) == 2 * PROMPTS * RESPONSES
+    assert len(run.steps) == 2
     for data in run.steps:
         assert data["actor/opd/reverse_kl_k1"] > 0.05
-        assert data["actor/kl_loss"] > 0
+        assert 0 < data["actor/opd/topk_loss"] < 0.7  # ln 2 at most
+        assert 0.4 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 19 tokens
+        assert 0 < data["actor/opd/student_mass"] <= 1.0001
+        assert 0 < data["actor/opd/topk_overlap"] <= 1
+        assert data["actor/grad_norm"] > 0
+        assert "actor/kl_loss" not in data
 
 
 def test_sync_leaves_what_run_opd_sh_goes_on_with(sync):
