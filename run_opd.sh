@@ -25,7 +25,6 @@ SEED=${SEED:-0}                  # of data order and sampling; the prepared mode
 RUN_DIR=${RUN_DIR:-}             # logs, metrics, checkpoints [runs/<recipe>-<time>]; one that was interrupted is resumed
 # ---------------------------------------------------------------------------------------------------------------------
 
-case "${1:-}" in -h|--help) sed -n '2,/^# ----.*-$/{/^# ---/!p}' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;; esac
 invoked_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { printf '%s\n' "$*" >&2; }
@@ -33,7 +32,15 @@ die() { say "run_opd.sh: $*"; exit 1; }
 absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$invoked_from" "$1" ;; esac; }
 
 dry_run=false
-if [ "${1:-}" = --dry-run ]; then dry_run=true; shift; fi
+hydra=()
+for word in "$@"; do
+    case "$word" in
+        -h | --help) sed -n '2,/^# ----.*-$/{/^# ---/!{/^set /!p}}' run_opd.sh | sed 's/^# \{0,1\}//'; exit 0 ;;
+        --dry-run) dry_run=true ;;
+        -*) die "$word is unknown; there are --help, --dry-run, and key=value for Hydra" ;;
+        *) hydra+=("$word") ;;
+    esac
+done
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 device=cpu
@@ -44,6 +51,9 @@ recipe_name=$(basename "$RECIPE")
 for file in prepare.py reward.py config.yaml; do
     [ -f "$RECIPE/$file" ] || die "RECIPE: $RECIPE has no $file; known recipes: $(ls recipe | tr '\n' ' ')"
 done
+case "$TRAINER" in v0 | sync | colocate_async | separate_async) ;;
+*) die "TRAINER: $TRAINER is unknown; use v0, sync, colocate_async or separate_async" ;; esac
+case "$TEACHER_PORT" in '' | 0* | *[!0-9]* | ??????*) die "TEACHER_PORT: $TEACHER_PORT is no port" ;; esac
 case "$TEACHER_REPLICAS" in '' | 0* | *[!0-9]*) die "TEACHER_REPLICAS: $TEACHER_REPLICAS is no number above 0" ;; esac
 # two local Rays, the trainer's and the teachers', would hand out the same GPUs
 [ $device = cpu ] || [ "$TEACHER_REPLICAS" = 1 ] ||
@@ -84,7 +94,7 @@ field() { "$python" -c 'import json, sys; print(json.load(sys.stdin).get(sys.arg
 if $dry_run; then
     plan=$("${prepare[@]}" --plan)
 else
-    mkdir -p "$RUN_DIR"
+    mkdir -p "$RUN_DIR" || die "RUN_DIR: $RUN_DIR cannot be made"
     setsid "${prepare[@]}" >&2 </dev/null & pids+=($!)
     wait "${pids[0]}" || die "preparing $recipe_name failed (above)"
     pids=()
@@ -108,21 +118,21 @@ if [ "$TEACHER_REPLICAS" -gt 1 ]; then
 fi
 teacher+=(--model "$TEACHER" "${teacher_args[@]}")
 overrides=(
-    "data.train_files=$(field train)"
-    "data.val_files=$(field val)"
+    "data.train_files='$(field train)'"
+    "data.val_files='$(field val)'"
     "data.seed=$SEED"
     "actor_rollout_ref.actor.data_loader_seed=$SEED"
     "actor_rollout_ref.rollout.seed=$SEED"
-    "actor_rollout_ref.model.path=$STUDENT"
-    "reward.custom_reward_function.path=$RECIPE/reward.py"
-    "trainer.experiment_name=$recipe_name"
+    "actor_rollout_ref.model.path='$STUDENT'"
+    "reward.custom_reward_function.path='$RECIPE/reward.py'"
+    "trainer.experiment_name='$recipe_name'"
     "teacher.address='$address'"
 )
 [ -z "$KL_COEF" ] || overrides+=("actor_rollout_ref.actor.kl_loss_coef=$KL_COEF")
 [ -z "$KL_TYPE" ] || overrides+=("actor_rollout_ref.actor.kl_loss_type=$KL_TYPE")
 [ -z "$STEPS" ] || overrides+=("trainer.total_training_steps=$STEPS")
 trainer=("$python" -m opd.main_opd --recipe "$RECIPE" --device "$device" --trainer "$TRAINER" --run-dir "$RUN_DIR"
-    "${overrides[@]}" "$@")
+    "${overrides[@]}" "${hydra[@]}")
 
 if $dry_run; then
     "${trainer[@]}" --print-config 2> >(grep -v platform_manager >&2)

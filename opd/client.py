@@ -21,6 +21,7 @@ import random
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ from opd.wire import to_bin as _bin
 logger = logging.getLogger(__name__)
 
 _MAX_BAD_REPLIES = 2  # of one request, each on a new connection or another replica; one more is raised
-_MISMATCH_CODES = ("mismatch", "model_mismatch", "tokenizer_mismatch", "version")
+_MISMATCH_CODES = ("model_mismatch", "version")
 _NOT_UP = ("loading", "restarting", "sleeping")  # codes of a teacher that scores for nobody
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_POLL_S = 0.25  # how soon a close() from another thread is noticed
@@ -113,6 +114,10 @@ class TeacherClient:
         self._backoff = Backoff(first_s=self._timing.first_backoff_s, most_s=self._timing.most_backoff_s, rng=rng)
         self._context = zmq.Context()
         self._replicas: list[Replica] = []
+        # A context that is collected waits for ever for sockets that are open. So whoever forgets close() is let go,
+        # for which nothing below may refer back to this client: hence the weak method.
+        weakref.finalize(self, _let_go, self._context, self._replicas, self._pid).atexit = False
+        accept = weakref.WeakMethod(self._accept)
         try:
             for address in _parse(addresses):
                 replica = Replica(
@@ -121,7 +126,7 @@ class TeacherClient:
                     client_name=self._name,
                     timing=self._timing,
                     backoff=self._backoff,
-                    accept=self._accept,
+                    accept=lambda replica, model: accept()(replica, model),  # type: ignore[misc]
                 )
                 self._replicas.append(replica)
         except BaseException:
@@ -412,6 +417,8 @@ class TeacherClient:
                     logger.info("prefetch, teacher %s: %s [%s]", replica.address, clip(reply.message), clip(reply.code))
                     continue
                 taken += len(attempt.chunk.rows)
+            for replica in self._replicas:
+                replica.lost.clear()  # not sent again, and `_turn` does not wait while there are any
         return taken
 
     def _order(self, order: Order, state: State, timeout_s: float) -> None:
@@ -499,7 +506,7 @@ class TeacherClient:
 
     def _dispatch(self, call: Call) -> None:
         """Send what is due to whoever has room."""
-        now = time.monotonic()
+        now, was_cut = time.monotonic(), False
         for chunk in list(call.waiting):
             if chunk.not_before > now:
                 continue
@@ -513,7 +520,9 @@ class TeacherClient:
                 self._send(call, chunk, replica, now)
             else:
                 call.cut(chunk.rows, caps, chunk.prefer)  # it was cut before this replica had told its limits
-                return
+                was_cut = True
+        if was_cut:
+            self._dispatch(call)
 
     def _choose(self, call: Call, chunk: Chunk, now: float) -> Replica | None:
         """The replica with room that owes the fewest tokens; the one with the rest of the prompt, if it was cut."""
@@ -669,6 +678,14 @@ class TeacherClient:
 
     def _describe(self) -> str:
         return "; ".join(replica.describe() for replica in self._replicas)
+
+
+def _let_go(context: zmq.Context, replicas: list[Replica], pid: int) -> None:
+    """Close what a client left open, in the process that opened it."""
+    if os.getpid() == pid:
+        for replica in replicas:
+            replica.close()
+        context.destroy(linger=0)
 
 
 def _parse(addresses: Sequence[str] | str) -> list[str]:

@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         cpu = args.device == "cpu" or (args.device == "auto" and not has_accelerator())
         if cpu:
             import opd.cpu  # noqa: F401  registers the platform, before verl is imported
-        run_dir = [] if args.run_dir is None else [f"trainer.default_local_dir={args.run_dir.resolve()}/checkpoints"]
+        run_dir = [] if args.run_dir is None else [f"trainer.default_local_dir='{args.run_dir.resolve()}/checkpoints'"]
         config = compose(args.recipe, [*run_dir, *args.overrides], cpu=cpu, trainer=args.trainer)
         check(config)
         if args.print_config:

@@ -138,7 +138,7 @@ class Replica:
         self.generation = 0  # answers to info or ping so far
         self.order: Order | None = None  # to be sent in place of the next ping,
         self.order_refused = ("", "")  # and why it was refused: code and message
-        self._order_sent = False  # the outstanding ping is the order
+        self._order_sent: Order | None = None  # the outstanding ping is this order
         self._context, self._client_name, self._timing, self._backoff = context, client_name, timing, backoff
         self._accept = accept  # checks a model against the pinned one; raises TeacherMismatch
         self._faults_in_a_row = 0
@@ -283,7 +283,7 @@ class Replica:
         if now >= self._ping_at:
             request_id = new_id()
             request: Request
-            self._order_sent = self.order is not None
+            self._order_sent = self.order
             if self.order is not None:
                 request = self.order(id=request_id, client=self._client_name)
             elif self.up:
@@ -370,10 +370,12 @@ class Replica:
         now = time.monotonic()
         self._ping_at = now + self._timing.ask_every_s
         info = reply.info
-        if self._order_sent and reply.status == "ok":
+        # a late answer to an earlier call's order must not pass for the answer to this one's
+        is_answer = self._order_sent is not None and self._order_sent is self.order
+        if is_answer and reply.status == "ok":
             self.order = None
             self.vocabulary = bytes(reply.vocab) or self.vocabulary
-        elif self._order_sent and not reply.retryable:
+        elif is_answer and not reply.retryable:
             self.order_refused = (clip(reply.code), clip(reply.message))
         if reply.status != "ok" or info is None:
             self.up = False

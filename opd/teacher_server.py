@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--max-len", type=_positive, default=None, help="most ids in one row; None: what the model's config allows")
     add("--max-tokens", type=_positive, default=16_384, help="ids in one batch; bounds the worker's memory")
-    add("--max-topk", type=int, default=256, help="most ids per position in a top-k request")
+    add("--max-topk", type=_not_negative, default=256, help="most ids per position in a top-k request")
     add("--tensor-parallel-size", type=_positive, default=1, help="vllm: GPUs that hold the model together")
     add("--gpu-memory-utilization", type=float, default=0.9, help="vllm: share of each GPU's memory to take")
     add("--url", help="http: address of the vLLM or SGLang server; --model is its name for the model")

@@ -178,12 +178,6 @@ def line_of(replica: Replica) -> list[str]:
     ]
 
 
-def _silence(replica: Replica) -> str:
-    if replica.problem:
-        return "no teacher"
-    return "asked" if replica.last is None and replica.age_s < ANSWER_S else "no answer"
-
-
 def table(replicas: Sequence[Replica]) -> list[str]:
     """The lines of the screen: a heading, the table, and what needs words."""
     answering = [replica for replica in replicas if replica.answers]

@@ -1,4 +1,4 @@
-"""Wire format between the trainer and the teacher, protocol version 1.
+"""Wire format between the trainer and the teacher, protocol version 2.
 
 The client writes a request and reads a Reply; the server does the reverse. A message is the REQ/REP envelope, one
 msgpack map, and, in a reply with top-k or candidates, the raw frames that the map names. Arrays are little-endian
@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 
 from opd.errors import RowError, WireError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ID_BYTES = 16
 MAX_TEXT = 512  # characters in any string of a message: peers' strings end up in logs and errors
 

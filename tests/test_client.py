@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from conftest import CHILD_ENV
 from fake_teacher import VOCAB, FakeTeacher, default_rows, honest_candidates, honest_topk, honest_values
 
 from opd import wire
@@ -468,7 +469,7 @@ def test_a_reply_from_another_model_stops_the_call_at_once(field):
 
 def test_another_protocol_version_stops_the_call():
     rows, starts = default_rows(3)
-    on_score, mismatch = with_fields(v=2), "protocol version 2; this client speaks 1"
+    on_score, mismatch = with_fields(v=3), "protocol version 3; this client speaks 2"
     with FakeTeacher(on_score) as teacher, client_of(teacher) as client, pytest.raises(TeacherMismatch, match=mismatch):
         client.score(rows, starts, timeout_s=10)
 
@@ -671,7 +672,7 @@ def test_replicas_of_different_models_are_refused_naming_both(field):
         assert "other" in str(caught.value) and f"{field}-1" in str(caught.value)
 
 
-@pytest.mark.parametrize("garbage", [[b"\xc1"], [], [b"\x81\xa1v\x01"], [b"\x81\xa1v\x01", b"more"]])
+@pytest.mark.parametrize("garbage", [[b"\xc1"], [], [b"\x81\xa1v\x02"], [b"\x81\xa1v\x02", b"more"]])
 def test_a_stranger_that_answers_garbage_is_named(garbage):
     with FakeTeacher() as teacher, client_of(teacher) as client:
         teacher.raw_info = garbage
@@ -1159,3 +1160,17 @@ def test_many_calls_leave_no_sockets_and_no_memory_behind():
             teacher.requests.clear()
         assert open_files() <= files
         assert resident_bytes() - memory < 16 << 20
+
+
+def test_a_client_that_nobody_closed_is_let_go_when_it_is_collected():
+    """libzmq would wait for ever for its sockets, in the middle of whatever the process does by then."""
+    code = """
+import gc
+from opd.client import TeacherClient
+def forget(): TeacherClient("tcp://127.0.0.1:9")
+forget()
+gc.collect()
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=CHILD_ENV, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "went on\n", done.stderr

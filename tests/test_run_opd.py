@@ -166,10 +166,18 @@ def test_a_dry_run_prints_the_configuration_and_the_commands(copied_recipe, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_word_that_is_no_setting_starts_nothing(tmp_path):
+    done = run("teacher.timeout_s=60", "--dryrun", RUN_DIR=tmp_path / "run")
+    assert done.returncode == 1 and "--dryrun is unknown" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "knobs, says",
     [
         ({"RECIPE": "no_such"}, "no_such has no prepare.py"),
+        ({"TRAINER": "v9"}, "v9 is unknown"),
+        ({"TEACHER_PORT": "http"}, "http is no port"),
         ({"KL_TYPE": "k1"}, "k3+"),
         ({"KL_TYPE": "k7"}, "kl_loss_type=k7 is unknown"),
         ({"KL_COEF": "-1"}, "kl_loss_coef=-1"),

@@ -48,7 +48,7 @@ Start = Callable[..., ServerProcess]
 def score_map(rows: Rows, **changes: Any) -> dict[str, Any]:
     starts = changes.pop("starts", None) or [1] * len(rows)
     request = {
-        "v": 1,
+        "v": 2,
         "op": "score",
         "id": os.urandom(16),
         "client": "test",
@@ -98,7 +98,7 @@ class Client:
         return self.receive()
 
     def info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self.ask({"v": 1, "op": "info", "id": os.urandom(16)})["info"]
+        info: dict[str, Any] = self.ask({"v": 2, "op": "info", "id": os.urandom(16)})["info"]
         return info
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def test_values_are_the_scorers_own_and_the_reply_names_question_and_model(clien
     assert_right(reply, GOOD)
     lengths, starts, ids = (np.frombuffer(request[key], "<i4") for key in ("lengths", "starts", "ids"))
     assert reply["ids_digest"] == digest(lengths, starts, ids)
-    assert (reply["v"], reply["id"]) == (1, request["id"])
+    assert (reply["v"], reply["id"]) == (2, request["id"])
     assert reply["model"] == client.info()["model"]["model"] and reply["boot"]
 
 
@@ -345,10 +345,10 @@ def good_again(shared: ServerProcess, connect: Callable[..., Client]) -> None:
         ([b"\xdd\xff\xff\xff\xff"], "schema"),
         ([b"\xdf\xff\xff\xff\xff"], "bad_msgpack"),
         ([pickle.dumps(os.system)], "bad_msgpack"),
-        ([b'{"v": 1, "op": "score"}'], "schema"),
+        ([b'{"v": 2, "op": "score"}'], "schema"),
         ([pack(score_map(GOOD))[:-1]], "bad_msgpack"),
         ([pack(score_map(GOOD)) + b"\x00"], "bad_msgpack"),
-        ([pack(score_map(GOOD, v=2))], "version"),
+        ([pack(score_map(GOOD, v=3))], "version"),
         ([pack(score_map(GOOD, op="train"))], "op"),
         ([pack(score_map(GOOD, extra=1))], "schema"),
         ([pack(score_map(GOOD, ids=[11, 12, 13, 14, 15]))], "schema"),
@@ -663,7 +663,7 @@ def test_a_killed_worker_is_replaced_and_every_request_answered(
 def test_an_idle_worker_that_dies_is_replaced(teacher_server: Start, connect: Callable[..., Client]) -> None:
     server = teacher_server(load_s=0.5)
     client = connect(server.address)
-    boot = client.ask({"v": 1, "op": "ping", "id": os.urandom(16)})["boot"]
+    boot = client.ask({"v": 2, "op": "ping", "id": os.urandom(16)})["boot"]
     os.kill(server.worker_pid(), signal.SIGKILL)
     wait_until(lambda: client.info()["state"] == "restarting")
     reply = client.ask(score_map(GOOD))
@@ -801,7 +801,7 @@ def test_info_is_answered_while_the_model_loads(start_teacher: Start, connect: C
     client = connect(server.address)
     info = client.info()
     assert (info["state"], info["model"]) == ("loading", None) and "oracle:load_s=1.5" in info["detail"]
-    assert client.ask({"v": 1, "op": "ping", "id": os.urandom(16)})["info"]["state"] == "loading"
+    assert client.ask({"v": 2, "op": "ping", "id": os.urandom(16)})["info"]["state"] == "loading"
     reply = client.ask(score_map(GOOD))
     assert (reply["status"], reply["code"], reply["retry_after_ms"] > 0) == ("busy", "loading", True)
     wait_until(lambda: client.info()["state"] == "ready")

@@ -40,7 +40,7 @@ def i32(*values: int) -> bytes:
 def request_map(**changes: object) -> dict[str, object]:
     """A good score request of two rows, as another language would build it."""
     good: dict[str, object] = {
-        "v": 1,
+        "v": 2,
         "op": "score",
         "id": ID,
         "client": "test",
@@ -67,7 +67,7 @@ def code_of(body: object) -> str:
 
 def test_a_ping_has_these_bytes() -> None:
     """Hand-written msgpack: a map of four, nothing hidden."""
-    golden = b"\x84" + b"\xa2op\xa4ping" + b"\xa1v\x01" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
+    golden = b"\x84" + b"\xa2op\xa4ping" + b"\xa1v\x02" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
     assert wire.encode_request(wire.PingRequest(id=ID, client="c")) == golden
 
 
@@ -76,7 +76,7 @@ def test_a_ping_has_these_bytes() -> None:
     [(wire.SleepRequest, b"\xa5sleep"), (wire.WakeRequest, b"\xa4wake"), (wire.VocabRequest, b"\xa5vocab")],
 )
 def test_sleep_wake_and_vocab_carry_nothing_but_their_name(request_type: type, op: bytes) -> None:
-    golden = b"\x84" + b"\xa2op" + op + b"\xa1v\x01" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
+    golden = b"\x84" + b"\xa2op" + op + b"\xa1v\x02" + b"\xa2id\xc4\x10" + ID + b"\xa6client\xa1c"
     assert wire.encode_request(request_type(id=ID, client="c")) == golden
     assert isinstance(wire.decode_request(golden), request_type)
 
@@ -255,8 +255,8 @@ def test_random_bytes_and_random_edits_raise_only_wire_errors() -> None:
         (msgpack.packb({1: 2}), "schema"),
         (msgpack.packb({None: 2}), "schema"),
         (msgpack.packb({}), "version"),
-        (pickle.dumps({"v": 1}), "schema"),
-        (b'{"v": 1}', "schema"),
+        (pickle.dumps({"v": 2}), "schema"),
+        (b'{"v": 2}', "schema"),
         (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "schema"),
     ],
 )
@@ -268,7 +268,7 @@ def test_bytes_that_are_no_request(body: bytes, code: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"v": 2}, "version"),
+        ({"v": 3}, "version"),
         ({"v": ...}, "version"),
         ({"v": "1"}, "schema"),
         ({"op": "generate"}, "op"),

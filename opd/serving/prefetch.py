@@ -15,7 +15,7 @@ from opd.serving.job import Job, Piece
 from opd.serving.queue import DEFAULT_RETRY_MS, Batch, Refusal
 
 SHARE = 4  # rows to prefetch may hold this part of the tokens that requests may hold
-MAX_JOBS = 8192
+MAX_JOBS = 512  # each offer looks at all of them, on the front's only thread: some milliseconds at most
 MAX_UNLUCKY = 65_536
 
 
