@@ -2,10 +2,10 @@
 
 The student samples responses; a teacher says how probable it finds each of the very tokens that the student chose. verl
 keeps a frozen reference policy for the same purpose, and already trains `policy loss + kl_loss_coef * KL(student ||
-reference)`. So the teacher's log-probs go where the reference's would be, as `ref_log_prob`. With `teacher.loss=sampled`
-nothing else changes: rollout, reward, advantage, the loss and its coefficient are verl's own. For other losses what
-they need goes along, and opd/loss/in_verl.py uses it in the worker. A second override keeps columns of the data that
-say who teaches a row.
+reference)`. So the teacher's log-probs go where the reference's would be, as `ref_log_prob`. With the default
+`teacher.loss` nothing else changes: rollout, reward, advantage, the loss and its coefficient are verl's own. What other
+losses need goes along, and opd/loss/in_verl.py uses it in the worker. A second override keeps the columns of the data
+that say who teaches a row.
 
 Shapes: B rows, P prompt columns, R response columns, S = P + R.
 """
