@@ -570,7 +570,8 @@ def test_a_thousand_pipelined_requests_get_a_thousand_answers(
 
 def test_a_peer_that_never_reads_costs_bounded_memory(teacher_server: Start, connect: Callable[..., Client]) -> None:
     """300 replies of 4 MB are asked for and never read; the front stays small and serves others."""
-    server = teacher_server(args=["--max-queued-reply-bytes", "64000000", "--max-topk", "64"])
+    # a small cache: it has a bound of its own, and the replies that come out of it are bounded like the others
+    server = teacher_server(args=["--max-queued-reply-bytes", "64000000", "--max-topk", "64", "--cache-mb", "16"])
     rows = [[11] * 128] * 64
     body = pack(score_map(rows, topk=64, client="sloth", budget_ms=600_000))
     assert_right(connect(server.address).ask(score_map(GOOD)), GOOD)

@@ -57,7 +57,7 @@ class Dispatcher:
         """Take a job in, or say why not; one whose rows are all known is complete when this returns."""
         self._recall(job)
         if not job.missing:
-            return None
+            return self._queue.refuse_reply(job, unsent=unsent, client_unsent=client_unsent)
         hold = self.prefetcher.is_computing(job)
         refusal = self._queue.offer(job, now, unsent=unsent, client_unsent=client_unsent, hold=hold)
         if refusal is None and hold:

@@ -111,7 +111,6 @@ class Queue:
             self._lanes.setdefault(job.client, _Lane(self._clock)).jobs.append(job)
 
     def _refuse(self, job: Job, now: float, unsent: int, client_unsent: int) -> Refusal | None:
-        held_bytes, client_bytes = self.reply_bytes + unsent, self._client_bytes[job.client] + client_unsent
         if len(self._open) >= self.max_jobs:
             return self._busy("queue_full", f"{len(self._open)} requests are waiting", 0)
         if self.tokens and self.tokens + job.tokens > self.max_tokens:
@@ -121,16 +120,24 @@ class Queue:
         if mine and mine + job.tokens > self.max_tokens // 2:
             message = f"{mine} tokens of this client are waiting; one client may have {self.max_tokens // 2}"
             return self._busy("client_full", message, mine + job.tokens - self.max_tokens // 2)
+        refusal = self.refuse_reply(job, unsent=unsent, client_unsent=client_unsent)
+        if refusal is not None:
+            return refusal
+        wait_s = (self.tokens + job.tokens) / self._speed if self._speed else 0.0
+        if self.tokens and now + wait_s > job.deadline:  # with nothing held it goes in, else a bad guess would stay
+            message = f"the answer would take about {wait_s:.1f} s, the budget is {job.deadline - now:.1f} s"
+            return self._busy("too_slow", message, self.tokens)
+        return None
+
+    def refuse_reply(self, job: Job, *, unsent: int, client_unsent: int) -> Refusal | None:
+        """Why there is no memory for this job's reply, which holds for one whose values are all known, too."""
+        held_bytes, client_bytes = self.reply_bytes + unsent, self._client_bytes[job.client] + client_unsent
         if held_bytes and held_bytes + job.reply_bytes > self.max_reply_bytes:
             message = f"replies of {held_bytes} bytes are pending, {job.reply_bytes} more would be too many"
             return self._busy("reply_memory", message, 0)
         if client_bytes and client_bytes + job.reply_bytes > self.max_reply_bytes // 2:
             message = f"replies of {client_bytes} bytes are pending for this client; it may have half of the memory"
             return self._busy("reply_memory", message, 0)
-        wait_s = (self.tokens + job.tokens) / self._speed if self._speed else 0.0
-        if self.tokens and now + wait_s > job.deadline:  # with nothing held it goes in, else a bad guess would stay
-            message = f"the answer would take about {wait_s:.1f} s, the budget is {job.deadline - now:.1f} s"
-            return self._busy("too_slow", message, self.tokens)
         return None
 
     def _busy(self, code: str, message: str, excess_tokens: int) -> Refusal:
