@@ -55,11 +55,12 @@ def test_jsd_tends_to_the_forward_and_to_the_reverse_kl():
     assert almost == pytest.approx(float(loss_of("reverse_kl").loss_N), rel=2e-3)
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("tail", [True, False])
+# not reverse_kl without the tail: it has its minimum elsewhere, see the next test, and opd/config.py refuses it
+@pytest.mark.parametrize(
+    "divergence, tail",
+    [("forward_kl", True), ("forward_kl", False), ("reverse_kl", True), ("jsd", True), ("jsd", False)],
+)
 def test_a_student_that_agrees_has_no_loss_and_no_gradient(divergence, tail):
-    if divergence == "reverse_kl" and not tail:
-        pytest.skip("has its minimum elsewhere: opd/config.py refuses it")
     student = (TEACHER + 1.0).requires_grad_()
     loss = loss_of(divergence, student=student, tail=tail).loss_N
     loss.sum().backward()
