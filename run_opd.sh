@@ -54,17 +54,20 @@ done
 case "$TRAINER" in v0 | sync | colocate_async | separate_async) ;;
 *) die "TRAINER: $TRAINER is unknown; use v0, sync, colocate_async or separate_async" ;; esac
 case "$TEACHER_PORT" in '' | 0* | *[!0-9]* | ??????*) die "TEACHER_PORT: $TEACHER_PORT is no port" ;; esac
-case "$TEACHER_REPLICAS" in '' | 0* | *[!0-9]*) die "TEACHER_REPLICAS: $TEACHER_REPLICAS is no number above 0" ;; esac
+case "$TEACHER_REPLICAS" in '' | 0* | *[!0-9]* | ????*) die "TEACHER_REPLICAS: $TEACHER_REPLICAS is not 1 to 999" ;; esac
+last_port=$((TEACHER_PORT + TEACHER_REPLICAS - 1))
+[ "$last_port" -le 65535 ] || die "TEACHER_PORT: the last of the teachers would listen on $last_port, which is no port"
 # two local Rays, the trainer's and the teachers', would hand out the same GPUs
 [ $device = cpu ] || [ "$TEACHER_REPLICAS" = 1 ] ||
     die "TEACHER_REPLICAS: with GPUs, start python -m opd.teacher_pool on its own and give its addresses as TEACHER_ADDR"
 RUN_DIR=$(absolute "${RUN_DIR:-$PWD/runs/$recipe_name-$(date +%Y%m%d-%H%M%S)}")
 [ ! -e "$RUN_DIR/result.json" ] || die "RUN_DIR: $RUN_DIR holds a finished run; choose another folder"
 
-if [ $device = cuda ]; then requirements=requirements-gpu.txt; else requirements=requirements.txt; fi
-REQUIREMENTS=$requirements bash tools/setup_venv.sh
+# an environment of its own with a GPU: the tests' packages, in .venv, are others
+if [ $device = cuda ]; then venv=.venv-gpu requirements=requirements-gpu.txt; else venv=.venv requirements=requirements.txt; fi
+VENV=$venv REQUIREMENTS=$requirements bash tools/setup_venv.sh
 SECONDS=0  # the reported time starts after the set-up
-python=$PWD/.venv/bin/python
+python=$PWD/$venv/bin/python
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 if [ $device = cpu ]; then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}; fi
@@ -91,18 +94,12 @@ trap 'say "run_opd.sh: interrupted; stopping what it started"; exit 130' INT TER
 prepared=runs/prepared/$recipe_name
 prepare=("$python" "$RECIPE/prepare.py" --out "$prepared")
 field() { "$python" -c 'import json, sys; print(json.load(sys.stdin).get(sys.argv[1]) or "")' "$1" <<<"$plan"; }
-if $dry_run; then
-    plan=$("${prepare[@]}" --plan)
-else
-    mkdir -p "$RUN_DIR" || die "RUN_DIR: $RUN_DIR cannot be made"
-    setsid "${prepare[@]}" >&2 </dev/null & pids+=($!)
-    wait "${pids[0]}" || die "preparing $recipe_name failed (above)"
-    pids=()
-    plan=$(cat "$prepared/prepared.json")
-fi
-teacher_accuracy=""
-if [ -z "$TEACHER$TEACHER_ADDR" ]; then teacher_accuracy=$(field teacher_accuracy); fi
+plan=$("${prepare[@]}" --plan) || die "preparing $recipe_name failed (above)"
+
 STUDENT=${STUDENT:-$(field student)}
+teacher_accuracy=""  # known for the recipe's own teacher only
+own_teacher=false
+if [ -z "$TEACHER$TEACHER_ADDR" ]; then own_teacher=true; fi
 TEACHER=${TEACHER:-$(field teacher)}
 address=$TEACHER_ADDR
 if [ -z "$address" ]; then
@@ -149,6 +146,23 @@ fail_with() {  # what happened, the log to blame
     line=$(last_error "$2")
     die "$1${line:+: $line} (log: $2)"
 }
+
+mkdir -p "$RUN_DIR" || die "RUN_DIR: $RUN_DIR cannot be made"
+check_pid=""
+if [ ! -e "$prepared/prepared.json" ]; then  # preparing takes long: a typo in the settings should not wait for it
+    start "$RUN_DIR/settings.log" "${trainer[@]}" --print-config
+    check_pid=${pids[-1]}
+fi
+setsid "${prepare[@]}" >&2 </dev/null & pids+=($!)
+prepare_pid=${pids[-1]}
+if [ -n "$check_pid" ] && ! wait "$check_pid"; then
+    kill -TERM -- "-$prepare_pid" 2>/dev/null || true
+    { wait "$prepare_pid" || true; } 2>/dev/null
+    fail_with "the settings are refused" "$RUN_DIR/settings.log"
+fi
+wait "$prepare_pid" || die "preparing $recipe_name failed (above)"
+pids=()
+if $own_teacher; then plan=$(cat "$prepared/prepared.json") && teacher_accuracy=$(field teacher_accuracy); fi
 
 teacher_pid=""
 if [ -z "$TEACHER_ADDR" ]; then

@@ -7,6 +7,7 @@ verl's own configuration under verl's own names; `check` looks only at what woul
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +105,8 @@ def check(config: DictConfig) -> None:
     _check_teachers(config)
     _check_overlap(teacher)
     for key in ("timeout_s", "ready_timeout_s", "max_tokens_per_request"):
-        if not teacher[key] > 0:
-            raise ConfigError(f"teacher.{key}={teacher[key]} must be positive")
+        if not 0 < teacher[key] < math.inf:
+            raise ConfigError(f"teacher.{key}={teacher[key]} must be positive and finite")
 
 
 def _check_teachers(config: DictConfig) -> None:

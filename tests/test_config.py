@@ -68,6 +68,8 @@ def test_an_unknown_key_or_a_wrong_type_is_named_while_composing(override, says)
         ("teacher.on_row_error=zero", "raise or neutral"),
         ("teacher.address=','", "teacher.address is empty"),
         ("teacher.timeout_s=0", "timeout_s=0.0 must be positive"),
+        ("teacher.timeout_s=inf", "timeout_s=inf must be positive and finite"),
+        ("teacher.ready_timeout_s=nan", "ready_timeout_s=nan must be positive"),
     ],
 )
 def test_what_would_leave_the_teacher_without_effect_is_refused(override, says):

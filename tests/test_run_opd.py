@@ -178,6 +178,7 @@ def test_a_word_that_is_no_setting_starts_nothing(tmp_path):
         ({"RECIPE": "no_such"}, "no_such has no prepare.py"),
         ({"TRAINER": "v9"}, "v9 is unknown"),
         ({"TEACHER_PORT": "http"}, "http is no port"),
+        ({"TEACHER_PORT": "65535", "TEACHER_REPLICAS": "2"}, "65536"),
         ({"KL_TYPE": "k1"}, "k3+"),
         ({"KL_TYPE": "k7"}, "kl_loss_type=k7 is unknown"),
         ({"KL_COEF": "-1"}, "kl_loss_coef=-1"),
@@ -190,6 +191,19 @@ def test_what_cannot_work_ends_it_within_a_minute_with_one_sentence(copied_recip
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("run_opd.sh: ") and says in last, done.stderr
+
+
+def test_a_typo_in_the_settings_does_not_wait_for_the_preparation(copied_recipe, tmp_path):
+    unprepared = tmp_path / f"unprepared-{os.getpid()}"
+    shutil.copytree(copied_recipe, unprepared)
+    done = run("teacher.timeout=60", timeout_s=90, RECIPE=unprepared, RUN_DIR=tmp_path / "run")
+    prepared = ROOT / "runs" / "prepared" / unprepared.name
+    try:
+        assert done.returncode == 1
+        assert "the settings are refused" in done.stderr and "'timeout'" in done.stderr.splitlines()[-1]
+        assert not (prepared / "prepared.json").exists()
+    finally:
+        shutil.rmtree(prepared, ignore_errors=True)
 
 
 def test_a_taken_port_is_named_and_its_owner_is_left_alone(copied_recipe, tmp_path):

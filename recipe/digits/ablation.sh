@@ -21,5 +21,7 @@ train() {  # name of the run, coefficient, what goes to Hydra
 }
 for coef in 0 0.001 0.01 0.1 1; do train "kl-$coef" "$coef" "$@"; done
 train policy-gradient-1 1 teacher.loss=policy_gradient "$@"
-.venv/bin/python -m opd.compare --out "$OUT" "${runs[@]}"
+python=.venv/bin/python
+[ -x "$python" ] || python=.venv-gpu/bin/python  # what run_opd.sh sets up with a GPU
+"$python" -m opd.compare --out "$OUT" "${runs[@]}"
 echo "ablation: $OUT/comparison.md, $OUT/comparison.png" >&2
