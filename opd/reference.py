@@ -8,6 +8,7 @@ Shapes: B rows, P prompt columns, R response columns, S = P + R, K top-k.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from opd.align import Rows, to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
-from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
+from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings, TeacherLoss
+from opd.loss.weights import token_weights
 from opd.routing import DEFAULT, Part, Router
 from opd.teacher_prompt import TeacherPrompt
 
@@ -31,7 +33,9 @@ K3_DEAD_ALARM = 0.05  # share of tokens without a gradient from which on k3 is c
 class TeacherValues(NamedTuple):
     """What a step's batch gets from the teacher."""
 
-    columns: dict[str, np.ndarray]  # ref_log_prob [B, R], the loss [B, 5]; for a top-k loss ids, log-probs [B, R, K]
+    # ref_log_prob [B, R], the loss [B, LOSS_WIDTH]; where needed weights [B, R], and the top-k's ids and log-probs
+    # [B, R, K]
+    columns: dict[str, np.ndarray]
     metrics: dict[str, float]
 
 
@@ -113,6 +117,7 @@ class TeacherReference:
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
+        weights = self._weights(counts_BR, neutral_rows)
         counts_BR = counts_BR.copy()
         counts_BR[neutral_rows] = False  # a KL of 0 by construction is no measurement
         by_teacher = routing.metrics(parts, old_BR, counts_BR)
@@ -128,7 +133,10 @@ class TeacherReference:
             "opd/neutral_rows": float(len(neutral_rows)),
         }
         metrics |= by_teacher
-        columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))}
+        if self.loss.settings.clamp < math.inf and counts_BR.any():
+            beyond_T = np.abs(ref_BR[counts_BR] - old_BR[counts_BR]) > self.loss.settings.clamp
+            metrics["opd/clamped_fraction"] = float(beyond_T.mean())
+        columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))} | weights
         columns |= self._topk_columns(scores, batch.response_lengths, counts_BR, metrics)
         if "opd/reverse_kl_k1" in metrics:
             self.loss.coefficient.observe(metrics["opd/reverse_kl_k1"])
@@ -166,6 +174,14 @@ class TeacherReference:
             routed = self.client.score(batch.rows, batch.starts, values=data_columns[self.client.route_by], **arguments)
             return routed.scores, routed.parts
         return self.client.score(batch.rows, batch.starts, prefetched=self.config.overlap, **arguments), {}
+
+    def _weights(self, counts_BR: np.ndarray, neutral_rows: list[int]) -> dict[str, np.ndarray]:
+        """Decided by the configuration, not by the batch: all steps of a run then take the same way to the gradient."""
+        # a neutral row has no gradient under the other losses: no top-k, and an advantage of 0
+        may_be_neutral = self.config.on_row_error == "neutral" and self.loss.settings.name == SAMPLED
+        if not may_be_neutral and self.config.token_discount == 1.0:
+            return {}
+        return {WEIGHTS: token_weights(counts_BR, neutral_rows, discount=self.config.token_discount)}
 
     def _topk_columns(
         self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]

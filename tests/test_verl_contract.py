@@ -331,6 +331,25 @@ def test_the_actors_loss_can_be_set_and_reads_these_names():
         assert words in source, f"verl's ppo_loss no longer has {words!r}"
 
 
+def test_the_kl_term_of_ppo_loss_is_the_one_that_weights_and_the_clamp_are_put_into():
+    """opd.loss.in_verl.weighted_kl_loss adds it as verl would; this is the code that it repeats the order of."""
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.workers.utils.losses import ppo_loss
+
+    assert _parameters(kl_penalty) == ["logprob", "ref_logprob", "kl_penalty"]
+    source = " ".join(inspect.getsource(ppo_loss).split())
+    for words in (
+        "kld = kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)",
+        "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info",
+        'metrics["kl_loss"] = Metric(value=kl_loss, aggregation=metric_aggregation)',
+        'metrics["kl_coef"] = config.kl_loss_coef',
+    ):
+        assert words in source, f"verl's ppo_loss no longer has {words!r}"
+    put = set(re.findall(r'config\.global_batch_info\["(\w+)"\]', source))
+    assert put == {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
+    _assert_takes(agg_loss, "loss_mat", "loss_mask", "loss_agg_mode", *put)
+
+
 def test_the_fsdp_engine_hands_its_logits_to_the_loss_when_the_batch_says_so():
     """As values [1, tokens] that come back in model_output: without remove_padding, and twice with it."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
