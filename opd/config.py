@@ -54,8 +54,11 @@ class TeacherConfig:
     # how the teacher's values become gradient: sampled (verl's KL loss, estimated as kl_loss_type says),
     # policy_gradient, forward_kl_topk, reverse_kl_topk, jsd_topk; the weight of each is actor.kl_loss_coef
     loss: str = SAMPLED
-    # *_topk: tokens at each position that the teacher gives its log-probs of
+    # *_topk: tokens at each position
     topk: int = 32
+    # *_topk: whose most probable tokens those are, "teacher" or "student": the student's cost one more forward of it in
+    # each step, and a teacher that scores given ids (--backend hf). The reverse KL is an expectation under the student
+    topk_from: str = "teacher"
     # *_topk: what is left of both distributions is one more bucket; forward_kl_topk without it is verl's
     tail: bool = True
     # jsd_topk: within (0, 1); towards 0 like the forward KL, towards 1 like the reverse
@@ -176,8 +179,15 @@ def _check_loss(config: DictConfig) -> None:
         )
     if config.get("distillation") is not None and config.distillation.enabled:
         raise ConfigError("distillation.enabled=true starts verl's own teacher beside this one; set it to false")
+    if teacher.topk_from not in ("teacher", "student"):
+        raise ConfigError(f"teacher.topk_from={teacher.topk_from} is unknown; use teacher or student")
     if teacher.loss in DIVERGENCES:
         _check_topk(config)
+    elif teacher.topk_from == "student":
+        raise ConfigError(
+            f"teacher.topk_from=student with teacher.loss={teacher.loss}, which has no top-k; use one of "
+            f"{', '.join(DIVERGENCES)}, or leave teacher.topk_from out"
+        )
     if not 0 < teacher.token_discount <= 1:
         raise ConfigError(f"teacher.token_discount={teacher.token_discount} must be within (0, 1]; 1 weighs all alike")
     if teacher.clamp is not None:
@@ -223,10 +233,16 @@ def _check_topk(config: DictConfig) -> None:
             f"teacher.jsd_beta={teacher.jsd_beta} must be within (0, 1); at the ends the divergence is 0: "
             "use forward_kl_topk or reverse_kl_topk"
         )
+    if teacher.topk_from == "student" and teacher.overlap:
+        raise ConfigError(
+            "teacher.overlap=true with teacher.topk_from=student: while responses are being generated nobody knows yet "
+            "which ids the teacher will be asked for, so what is sent ahead would be another question. Set "
+            "teacher.overlap=false"
+        )
     if teacher.loss == "reverse_kl_topk" and not teacher.tail:
         raise ConfigError(
             "teacher.tail=false with reverse_kl_topk: the sum over the top-k alone is smallest where the student has "
-            "moved most of its mass out of the teacher's top-k. Use tail=true, or another loss"
+            "moved most of its mass out of the top-k. Use tail=true, or another loss"
         )
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(

@@ -77,6 +77,12 @@ def to_lists(data: Mapping[str, Any], names: Sequence[str], rows: Sequence[int])
     return lists
 
 
+def to_id_lists(column: torch.Tensor, rows: Sequence[int], *, num_ids: int) -> list[np.ndarray]:
+    """The ids that `OPDWorker.compute_student_topk` gives, jagged rows of R_i * K numbers: int32 [R_i, K] for each."""
+    flat = column.unbind()
+    return [flat[i].numpy().reshape(-1, num_ids) for i in rows]
+
+
 def to_columns(
     columns: Mapping[str, np.ndarray], old_log_probs: torch.Tensor, rows: Sequence[int]
 ) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ class TeacherReference:
         prompts: makes the prompts that the teacher sees in place of the student's.
 
     Raises:
-        ConfigError: a larger top-k than this teacher gives.
+        ConfigError: a larger top-k than this teacher gives, or more ids of the student's choice than it takes.
     """
 
     def __init__(
@@ -71,12 +71,31 @@ class TeacherReference:
         ready = client.wait_until_ready(config.ready_timeout_s)
         self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
         self.vocab_size = max(model.vocab_size for model in self.models.values())
+        # an id that one of the teachers does not know has no value there
+        self.num_known_ids = min(model.vocab_size for model in self.models.values())
         for model in self.models.values():
-            if self.loss.settings.topk > model.max_topk:
+            if self.num_student_ids > model.max_candidates:
                 raise ConfigError(
-                    f"teacher.topk={self.loss.settings.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
+                    f"teacher.topk_from=student with teacher.topk={self.num_student_ids}, but the teacher "
+                    f"{model.name!r} (backend {model.backend}) scores {model.max_candidates} ids of the student's "
+                    "choice at most; lower teacher.topk, start the teacher with --backend hf, or use "
+                    "teacher.topk_from=teacher"
+                )
+            if self.topk > model.max_topk:
+                raise ConfigError(
+                    f"teacher.topk={self.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
                     "most; lower it, or start the teacher with a larger --max-topk"
                 )
+
+    @property
+    def topk(self) -> int:
+        """How many of its own most probable ids the teacher is asked for at each position."""
+        return 0 if self.config.topk_from == "student" else self.loss.settings.topk
+
+    @property
+    def num_student_ids(self) -> int:
+        """How many of the student's own `values` needs at each position; 0 unless teacher.topk_from is student."""
+        return self.loss.settings.topk if self.config.topk_from == "student" else 0
 
     @property
     def data_columns(self) -> tuple[str, ...]:
@@ -93,6 +112,7 @@ class TeacherReference:
         old_log_probs_BR: Any,
         step: int,
         data_columns: Mapping[str, Sequence[Any]] | None = None,
+        student_ids: Sequence[np.ndarray] | None = None,
     ) -> TeacherValues:
         """Score a batch.
 
@@ -102,6 +122,8 @@ class TeacherReference:
             old_log_probs_BR: the student's own, what padding and neutralised rows are filled with.
             step: verl's global step, counted from 1.
             data_columns: those that self.data_columns names, a value for each row.
+            student_ids: where num_student_ids is not 0: int32 [n, K] for each row with n response tokens, the ids that
+                a top-k loss is formed on.
 
         Raises:
             TeacherError: a column that is missing, or a row that no teacher or no prompt belongs to; no value for a row
@@ -113,7 +135,12 @@ class TeacherReference:
         counts_BR = np.asarray(response_mask_BR) == 1
         batch = to_rows(input_ids_BS, attention_mask_BS, prompt_width=np.shape(input_ids_BS)[1] - old_BR.shape[1])
         neutral_allowed = self.config.on_row_error == "neutral"
-        scores, parts = self._ask(batch, data_columns or {}, return_row_errors=neutral_allowed)
+        if (student_ids is not None) != bool(self.num_student_ids):
+            raise ValueError(
+                f"teacher.topk_from={self.config.topk_from}, but the trainer gave "
+                f"{'no ids' if student_ids is None else 'ids'} of the student's choice"
+            )
+        scores, parts = self._ask(batch, data_columns or {}, student_ids, return_row_errors=neutral_allowed)
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
@@ -137,7 +164,7 @@ class TeacherReference:
             beyond_T = np.abs(ref_BR[counts_BR] - old_BR[counts_BR]) > self.loss.settings.clamp
             metrics["opd/clamped_fraction"] = float(beyond_T.mean())
         columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))} | weights
-        columns |= self._topk_columns(scores, batch.response_lengths, counts_BR, metrics)
+        columns |= self._topk_columns(scores, student_ids, batch.response_lengths, counts_BR, metrics)
         if "opd/reverse_kl_k1" in metrics:
             self.loss.coefficient.observe(metrics["opd/reverse_kl_k1"])
         self._complain_about_k3(metrics.get("opd/k3_dead_fraction", 0.0))
@@ -153,7 +180,12 @@ class TeacherReference:
         return TeacherValues(columns, metrics)
 
     def _ask(
-        self, batch: Rows, data_columns: Mapping[str, Sequence[Any]], *, return_row_errors: bool
+        self,
+        batch: Rows,
+        data_columns: Mapping[str, Sequence[Any]],
+        student_ids: Sequence[np.ndarray] | None,
+        *,
+        return_row_errors: bool,
     ) -> tuple[Scores, dict[str, Part]]:
         """The values of a batch; with several teachers also what each of them said."""
         missing = [name for name in self.data_columns if name not in data_columns]
@@ -165,7 +197,8 @@ class TeacherReference:
         if self.prompts is not None:
             batch = self.prompts.replace(batch, data_columns)
         arguments: dict[str, Any] = {
-            "topk": self.loss.settings.topk,
+            "topk": self.topk,
+            "candidates": student_ids,
             "temperature": self.temperature,
             "timeout_s": self.config.timeout_s,
             "return_row_errors": return_row_errors,
@@ -184,13 +217,22 @@ class TeacherReference:
         return {WEIGHTS: token_weights(counts_BR, neutral_rows, discount=self.config.token_discount)}
 
     def _topk_columns(
-        self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]
+        self,
+        scores: Scores,
+        student_ids: Sequence[np.ndarray] | None,
+        response_lengths: np.ndarray,
+        counts_BR: np.ndarray,
+        metrics: dict[str, float],
     ) -> dict[str, np.ndarray]:
-        if scores.topk_ids is None or scores.topk_logprobs is None:
+        ids: Sequence[np.ndarray | None] | None = scores.topk_ids
+        logprobs = scores.topk_logprobs
+        if student_ids is not None:
+            ids, logprobs = student_ids, scores.candidate_logprobs
+        if ids is None or logprobs is None:
             return {}
         ids_BRK, logprobs_BRK = topk_to_padded(
-            scores.topk_ids,
-            scores.topk_logprobs,
+            ids,
+            logprobs,
             response_lengths,
             width=counts_BR.shape[1],
             topk=self.loss.settings.topk,

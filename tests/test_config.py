@@ -112,7 +112,7 @@ def test_a_folder_without_a_configuration_is_no_recipe(capsys, tmp_path: Path):
         (["distillation.enabled=true"], "verl's own teacher beside this one"),
         (["teacher.loss=jsd_topk", "teacher.topk=0"], "topk=0 must be positive"),
         (["teacher.loss=jsd_topk", "teacher.jsd_beta=1"], "use forward_kl_topk or reverse_kl_topk"),
-        (["teacher.loss=reverse_kl_topk", "teacher.tail=false"], "out of the teacher's top-k"),
+        (["teacher.loss=reverse_kl_topk", "teacher.tail=false"], "out of the top-k"),
         (["teacher.loss=jsd_topk", "actor_rollout_ref.actor.strategy=megatron"], "fsdp or fsdp2, not megatron"),
         (["teacher.loss=jsd_topk", "actor_rollout_ref.model.use_fused_kernels=true"], "no logits"),
         (

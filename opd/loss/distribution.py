@@ -1,6 +1,6 @@
-"""Divergences between teacher and student on the teacher's top-k tokens at each position, and their gradient.
+"""Divergences between teacher and student on K tokens at each position, and their gradient.
 
-p = the teacher's probabilities of its own K most probable tokens, q = the student's of the same tokens:
+p = the teacher's probabilities of K tokens, its own most probable ones or the student's, q = the student's of the same:
 
     forward_kl   sum p log(p/q)                                  covers everything that the teacher may say
     reverse_kl   sum q log(q/p)                                  seeks what the teacher finds likely
@@ -34,8 +34,8 @@ class TopkLoss(NamedTuple):
     """One value for each position."""
 
     loss_N: torch.Tensor  # nats; the only one with a gradient
-    student_mass_N: torch.Tensor  # probability that the student gives to the teacher's top-k
-    overlap_N: torch.Tensor  # share of the teacher's top-k that is in the student's own
+    student_mass_N: torch.Tensor  # probability that the student gives to the K tokens
+    overlap_N: torch.Tensor  # share of them that is in the student's own top-k
 
 
 def topk_loss(

@@ -10,6 +10,10 @@ Why no estimator of our own adds the teacher's advantage: verl hands estimators 
 neither `old_log_probs` nor `ref_log_prob` (tests/test_verl_contract.py); and its V1 trainers know about several outputs
 of one agent loop only for the estimator named `grpo`. Added later, it goes with every estimator and every policy loss.
 
+Metrics of the top-k losses, at each update: `opd/student_mass`, the student's probability of the K tokens; and
+`opd/topk_overlap`, the share of them in the student's own top-k. With the teacher's tokens that is how far both agree;
+with the student's (student_topk.py) it is 1 until the student moves, and says how much of the support is still its own.
+
 Shapes: B rows, R response columns, K top-k, L rows of logits: all tokens of a micro-batch, or one rank's part of them.
 """
 
@@ -197,6 +201,15 @@ def response_positions(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
     return (ends_B - lengths_B - 1)[:, None] + columns_R, columns_R < lengths_B[:, None]
 
 
+def local_positions(data: TensorDict, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """response_positions among this rank's logits: with Ulysses it has those of one part of the tokens."""
+    positions_BR, real_BR = response_positions(data)
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        positions_BR = positions_BR - get_ulysses_sequence_parallel_rank() * num_logits
+        real_BR = real_BR & (positions_BR >= 0) & (positions_BR < num_logits)
+    return positions_BR, real_BR
+
+
 def _on_logits(settings: LossSettings, logits_LV: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
     """What verl's engine asks of a logits processor: values [1, L]."""
     # [B, R, K], or in V1 jagged rows of [R * K]
@@ -204,12 +217,9 @@ def _on_logits(settings: LossSettings, logits_LV: torch.Tensor, data: TensorDict
         _padded(data[name], absent).unflatten(1, (-1, settings.topk)) if data[name].is_nested else data[name]
         for name, absent in ((TOPK_IDS, -1), (TOPK_LOGPROBS, float("nan")))
     )
-    positions_BR, real_BR = response_positions(data)
-    scored_BR = real_BR & (ids_BRK[..., 0] >= 0) & _padded(data["response_mask"], 0).bool()
     num_logits = len(logits_LV)
-    if get_ulysses_sequence_parallel_world_size() > 1:  # this rank has the logits of one part of the tokens
-        positions_BR = positions_BR - get_ulysses_sequence_parallel_rank() * num_logits
-        scored_BR &= (positions_BR >= 0) & (positions_BR < num_logits)
+    positions_BR, real_BR = local_positions(data, num_logits)
+    scored_BR = real_BR & (ids_BRK[..., 0] >= 0) & _padded(data["response_mask"], 0).bool()
     positions_N = positions_BR[scored_BR]
     assert settings.divergence is not None
     values = topk_loss(
