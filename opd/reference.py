@@ -148,7 +148,7 @@ class TeacherReference:
         counts_BR = counts_BR.copy()
         counts_BR[neutral_rows] = False  # a KL of 0 by construction is no measurement
         by_teacher = routing.metrics(parts, old_BR, counts_BR)
-        kl.refuse_collapsed(ref_BR[counts_BR], self.vocab_size)
+        kl.refuse_collapsed(ref_BR[counts_BR], old_BR[counts_BR], self.vocab_size)
         seconds = time.monotonic() - start_s
         num_tokens = int(batch.response_lengths.sum())
         metrics = kl.estimates(old_BR[counts_BR], ref_BR[counts_BR]) | {

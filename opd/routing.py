@@ -216,12 +216,12 @@ def metrics(parts: Mapping[str, Part], student_BR: np.ndarray, counts_BR: np.nda
         found[f"opd/{name}/teacher_seconds"] = part.seconds
         if not scored:
             continue
-        teacher_T = np.concatenate(teacher)
+        teacher_T, student_T = np.concatenate(teacher), np.concatenate(student)
         try:
-            kl.refuse_collapsed(teacher_T, part.vocab_size)
+            kl.refuse_collapsed(teacher_T, student_T, part.vocab_size)
         except TeacherError as e:
             raise TeacherError(f"teacher {name!r}: {e}") from None
-        estimates = kl.estimates(np.concatenate(student), teacher_T)
+        estimates = kl.estimates(student_T, teacher_T)
         found |= {f"opd/{name}/reverse_kl_k1": v for key, v in estimates.items() if key == "opd/reverse_kl_k1"}
     return found
 

@@ -20,8 +20,8 @@ class Coefficient:
 
     Args:
         kind: one of SCHEDULES.
-        start: at step 1.
-        end: linear and cosine arrive there at step `steps`, and stay.
+        start: at step 1, also of a schedule of one step: a run of one step trains with the weight that it was given.
+        end: linear and cosine arrive there at step `steps`, and stay; with one step, from step 2 on.
         steps: length of the way from start to end.
         target_kl: adaptive: nats per token; while the KL is above it, the coefficient grows.
     """
