@@ -18,6 +18,7 @@ import numpy as np
 from opd import kl, routing
 from opd.align import Rows, to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
+from opd.coefficient_record import CoefficientRecord, Line
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
 from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings, TeacherLoss
@@ -48,6 +49,7 @@ class TeacherReference:
         temperature: of the rollout; the teacher's logits are divided by it, as the student's are.
         loss: what the values are for (opd/config.py teacher_loss); verl's KL loss at a coefficient of 1 by default.
         prompts: makes the prompts that the teacher sees in place of the student's.
+        record: keeps an adaptive coefficient for a resumed run; may be set until the first step.
 
     Raises:
         ConfigError: a larger top-k than this teacher gives, or more ids of the student's choice than it takes.
@@ -61,12 +63,15 @@ class TeacherReference:
         temperature: float = 1.0,
         loss: TeacherLoss | None = None,
         prompts: TeacherPrompt | None = None,
+        record: CoefficientRecord | None = None,
     ):
         self.client = client
         self.config = config
         self.temperature = temperature
         self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
         self.prompts = prompts
+        self.record = record
+        self.first = True
         self.complained = False
         ready = client.wait_until_ready(config.ready_timeout_s)
         self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
@@ -163,10 +168,10 @@ class TeacherReference:
         if self.loss.settings.clamp < math.inf and counts_BR.any():
             beyond_T = np.abs(ref_BR[counts_BR] - old_BR[counts_BR]) > self.loss.settings.clamp
             metrics["opd/clamped_fraction"] = float(beyond_T.mean())
-        columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))} | weights
+        settings = self._settings(step)
+        columns = {"ref_log_prob": ref_BR, LOSS: settings.to_column(len(batch.rows))} | weights
         columns |= self._topk_columns(scores, student_ids, batch.response_lengths, counts_BR, metrics)
-        if "opd/reverse_kl_k1" in metrics:
-            self.loss.coefficient.observe(metrics["opd/reverse_kl_k1"])
+        self._observe(step, settings.coef, metrics.get("opd/reverse_kl_k1"))
         self._complain_about_k3(metrics.get("opd/k3_dead_fraction", 0.0))
         logger.info(
             "teacher scored %d rows, %d tokens in %.2f s (%d retries, %d neutral rows), reverse KL %.4f",
@@ -178,6 +183,18 @@ class TeacherReference:
             metrics.get("opd/reverse_kl_k1", float("nan")),
         )
         return TeacherValues(columns, metrics)
+
+    def _settings(self, step: int) -> LossSettings:
+        if self.first and self.record is not None:
+            self.record.take_up(self.loss.coefficient, step)
+        self.first = False
+        return self.loss.at(step)
+
+    def _observe(self, step: int, coef: float, kl: float | None) -> None:
+        if kl is not None:
+            self.loss.coefficient.observe(kl)
+        if self.record is not None:
+            self.record.write(Line(step, coef, kl, self.loss.coefficient.at(step + 1)))
 
     def _ask(
         self,
