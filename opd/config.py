@@ -47,19 +47,28 @@ class TeacherConfig:
     overlap: bool = True
     # tokens in one request: smaller ones spread better over replicas, larger ones share more prompts
     max_tokens_per_request: int = 65_536
-    # a row that the teacher cannot score: "raise" ends the run; "neutral" gives it a KL of 0 and counts it
+    # a row that the teacher cannot score: "raise" ends the run; "neutral" gives it no teacher gradient and counts it
     on_row_error: str = "raise"
     # with "neutral": the run ends all the same when a larger share of a batch has no teacher value
     max_neutral_fraction: float = 0.05
     # how the teacher's values become gradient: sampled (verl's KL loss, estimated as kl_loss_type says),
     # policy_gradient, forward_kl_topk, reverse_kl_topk, jsd_topk; the weight of each is actor.kl_loss_coef
     loss: str = SAMPLED
-    # *_topk: tokens at each position that the teacher gives its log-probs of
+    # *_topk: tokens at each position
     topk: int = 32
+    # *_topk: whose most probable tokens those are, "teacher" or "student": the student's cost one more forward of it in
+    # each step, and a teacher that scores given ids (--backend hf). The reverse KL is an expectation under the student
+    topk_from: str = "teacher"
     # *_topk: what is left of both distributions is one more bucket; forward_kl_topk without it is verl's
     tail: bool = True
     # jsd_topk: within (0, 1); towards 0 like the forward KL, towards 1 like the reverse
     jsd_beta: float = 0.5
+    # nats; sampled with k3+, k2 or k1+, and policy_gradient: |teacher - student log-prob| of a sampled token is clipped
+    # to it before it becomes loss or advantage, so that no token decides a step alone
+    clamp: float | None = None
+    # within (0, 1]: the t-th response token that counts, from 0 on, has the weight token_discount**t in the teacher's
+    # loss; what a teacher thinks of a long wrong continuation is worth less
+    token_discount: float = 1.0
     # of the weight over the steps, starting at actor.kl_loss_coef: constant, linear, cosine, adaptive
     coef_schedule: str = "constant"
     # linear, cosine: the weight at the last of coef_steps steps; those are trainer.total_training_steps by default
@@ -102,6 +111,10 @@ def check(config: DictConfig) -> None:
     manager_class(config)
     if teacher.on_row_error not in ("raise", "neutral"):
         raise ConfigError(f"teacher.on_row_error={teacher.on_row_error} is unknown; use raise or neutral")
+    if not 0 <= teacher.max_neutral_fraction <= 1:
+        raise ConfigError(
+            f"teacher.max_neutral_fraction={teacher.max_neutral_fraction} is a share of a batch's rows: use 0 to 1"
+        )
     _check_teachers(config)
     _check_overlap(teacher)
     for key in ("timeout_s", "ready_timeout_s", "max_tokens_per_request"):
@@ -127,10 +140,13 @@ def _check_teachers(config: DictConfig) -> None:
     if idle:
         raise ConfigError(f"no row would go to {', '.join(idle)} of teacher.teachers: teacher.routes does not name it")
     averaged = [value for value, route in found.items() if len(route) > 1]
-    kl_type = config.actor_rollout_ref.actor.kl_loss_type
-    linear = teacher.loss == POLICY_GRADIENT or (teacher.loss == SAMPLED and kl_type in LINEAR_KL_TYPES)
-    if averaged and not linear:
-        how = f"kl_loss_type={kl_type}" if teacher.loss == SAMPLED else f"teacher.loss={teacher.loss}"
+    if averaged and teacher.clamp is not None:
+        raise ConfigError(
+            f"teacher.routes[{averaged[0]!r}] has several teachers, and with teacher.clamp={teacher.clamp} it is "
+            "their mean that is clipped, not each of them: leave teacher.clamp out, or use one teacher for each row"
+        )
+    if averaged and not _is_linear(config):
+        how = _words(config)
         raise ConfigError(
             f"teacher.routes[{averaged[0]!r}] has several teachers, and with {how} the loss towards the mean of their "
             "log-probs is not the weighted sum of the losses towards each: use k3+, k2 or k1+ with loss=sampled, "
@@ -163,13 +179,48 @@ def _check_loss(config: DictConfig) -> None:
         )
     if config.get("distillation") is not None and config.distillation.enabled:
         raise ConfigError("distillation.enabled=true starts verl's own teacher beside this one; set it to false")
+    if teacher.topk_from not in ("teacher", "student"):
+        raise ConfigError(f"teacher.topk_from={teacher.topk_from} is unknown; use teacher or student")
     if teacher.loss in DIVERGENCES:
         _check_topk(config)
+    elif teacher.topk_from == "student":
+        raise ConfigError(
+            f"teacher.topk_from=student with teacher.loss={teacher.loss}, which has no top-k; use one of "
+            f"{', '.join(DIVERGENCES)}, or leave teacher.topk_from out"
+        )
+    if not 0 < teacher.token_discount <= 1:
+        raise ConfigError(f"teacher.token_discount={teacher.token_discount} must be within (0, 1]; 1 weighs all alike")
+    if teacher.clamp is not None:
+        _check_clamp(config)
     coefficient = teacher_loss(config).coefficient
     if config.algorithm.adv_estimator == "opd" and coefficient.start == coefficient.at(2**40) == 0:
         raise ConfigError(
             "adv_estimator=opd takes the task's reward out, and kl_loss_coef=0 the teacher: nothing would train. "
             "Use adv_estimator=grpo for the baseline"
+        )
+
+
+def _is_linear(config: DictConfig) -> bool:
+    """Whether the gradient of a token is the teacher's minus the student's log-prob itself."""
+    loss, kl_type = config.teacher.loss, config.actor_rollout_ref.actor.kl_loss_type
+    return loss == POLICY_GRADIENT or (loss == SAMPLED and kl_type in LINEAR_KL_TYPES)
+
+
+def _words(config: DictConfig) -> str:
+    """What to call the loss in a message."""
+    loss = config.teacher.loss
+    return f"kl_loss_type={config.actor_rollout_ref.actor.kl_loss_type}" if loss == SAMPLED else f"teacher.loss={loss}"
+
+
+def _check_clamp(config: DictConfig) -> None:
+    clamp = config.teacher.clamp
+    if not 0 < clamp < math.inf:
+        raise ConfigError(f"teacher.clamp={clamp} must be a positive number of nats; null switches it off")
+    if not _is_linear(config):
+        raise ConfigError(
+            f"teacher.clamp={clamp} with {_words(config)}: only a gradient that is the difference of the log-probs "
+            f"itself can be clipped so. Use KL_TYPE=k3+, k2 or k1+ with loss={SAMPLED}, or loss={POLICY_GRADIENT}; or "
+            "leave teacher.clamp out"
         )
 
 
@@ -182,10 +233,16 @@ def _check_topk(config: DictConfig) -> None:
             f"teacher.jsd_beta={teacher.jsd_beta} must be within (0, 1); at the ends the divergence is 0: "
             "use forward_kl_topk or reverse_kl_topk"
         )
+    if teacher.topk_from == "student" and teacher.overlap:
+        raise ConfigError(
+            "teacher.overlap=true with teacher.topk_from=student: while responses are being generated nobody knows yet "
+            "which ids the teacher will be asked for, so what is sent ahead would be another question. Set "
+            "teacher.overlap=false"
+        )
     if teacher.loss == "reverse_kl_topk" and not teacher.tail:
         raise ConfigError(
             "teacher.tail=false with reverse_kl_topk: the sum over the top-k alone is smallest where the student has "
-            "moved most of its mass out of the teacher's top-k. Use tail=true, or another loss"
+            "moved most of its mass out of the top-k. Use tail=true, or another loss"
         )
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
@@ -226,6 +283,7 @@ def teacher_loss(config: DictConfig) -> TeacherLoss:
         topk=teacher.topk if teacher.loss in DIVERGENCES else 0,
         beta=teacher.jsd_beta,
         tail=teacher.tail,
+        clamp=math.inf if teacher.clamp is None else teacher.clamp,
     )
     return TeacherLoss(settings, coefficient, actor.kl_loss_type)
 

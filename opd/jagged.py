@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData
 
-from opd.loss.settings import LOSS
+from opd.loss.settings import LOSS, WEIGHTS
 
 FIELDS = ("prompts", "responses", "response_mask", "old_log_probs")
 
@@ -77,6 +77,12 @@ def to_lists(data: Mapping[str, Any], names: Sequence[str], rows: Sequence[int])
     return lists
 
 
+def to_id_lists(column: torch.Tensor, rows: Sequence[int], *, num_ids: int) -> list[np.ndarray]:
+    """The ids that `OPDWorker.compute_student_topk` gives, jagged rows of R_i * K numbers: int32 [R_i, K] for each."""
+    flat = column.unbind()
+    return [flat[i].numpy().reshape(-1, num_ids) for i in rows]
+
+
 def to_columns(
     columns: Mapping[str, np.ndarray], old_log_probs: torch.Tensor, rows: Sequence[int]
 ) -> dict[str, torch.Tensor]:
@@ -88,8 +94,8 @@ def to_columns(
         rows: as given to `to_padded`.
 
     Returns:
-        Jagged tensors of N rows with a value, or K of them in a row, for each response token; the loss, [N, 5], is
-        dense. Rows that were not scored have no top-k: ids -1, log-probs NaN.
+        Jagged tensors of N rows with a value, or K of them in a row, for each response token; the loss, one row of
+        numbers each, is dense. Rows that were not scored have weights of 0 and no top-k: ids -1, log-probs NaN.
     """
     old = [row.float() for row in old_log_probs.unbind()]
     out = {}
@@ -101,7 +107,7 @@ def to_columns(
         if name == "ref_log_prob":
             filled = list(old)
         else:
-            absent = float("nan") if values.is_floating_point() else -1
+            absent = 0.0 if name == WEIGHTS else float("nan") if values.is_floating_point() else -1
             filled = [values.new_full((len(row), *values.shape[2:]), absent) for row in old]
         for i, row in zip(rows, values, strict=True):
             filled[i] = row[: len(filled[i])]

@@ -14,6 +14,8 @@ from opd.errors import TeacherError
 
 # verl clamps the value of k3 to 10, and x to 20: outside [K3_LOW, K3_HIGH] its k3 has no gradient at all
 K3_LOW, K3_HIGH = -11.0, 2.61
+CERTAIN = -1e-4  # nats; a teacher above it says that nothing else is possible
+AGREES = -0.1  # nats; mean of a student that says nearly the same
 
 
 def estimates(student_T: np.ndarray, teacher_T: np.ndarray) -> dict[str, float]:
@@ -31,8 +33,12 @@ def estimates(student_T: np.ndarray, teacher_T: np.ndarray) -> dict[str, float]:
     }
 
 
-def refuse_collapsed(teacher_T: np.ndarray, vocab_size: int) -> None:
+def refuse_collapsed(teacher_T: np.ndarray, student_T: np.ndarray, vocab_size: int) -> None:
     """Stop when the teacher says the same thing about every token: it is broken, and it would train all the same.
+
+    A teacher that is certain of every token is no alarm where the student is nearly so too: a text that both know by
+    heart. It is one where the student is not: its samples would then hit what a certain teacher expects every time,
+    though it found other tokens likely as well. Zeros that stand for missing values look like that.
 
     Raises:
         TeacherError: 64 tokens or more, and all have the same value, or that of a uniform distribution up to 0.01:
@@ -43,6 +49,8 @@ def refuse_collapsed(teacher_T: np.ndarray, vocab_size: int) -> None:
     low, high = float(teacher_T.min()), float(teacher_T.max())
     uniform = -float(np.log(vocab_size))
     is_uniform = uniform - 0.01 < low <= high < uniform + 0.01
+    if low > CERTAIN and float(student_T.mean()) > AGREES:
+        return
     if high - low < 1e-6 or is_uniform:
         what = "of a uniform distribution" if is_uniform else "for every token"
         raise TeacherError(

@@ -8,6 +8,7 @@ Shapes: B rows, P prompt columns, R response columns, S = P + R, K top-k.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ import numpy as np
 from opd import kl, routing
 from opd.align import Rows, to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
+from opd.coefficient_record import CoefficientRecord, Line
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
-from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
+from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings, TeacherLoss
+from opd.loss.weights import token_weights
 from opd.routing import DEFAULT, Part, Router
 from opd.teacher_prompt import TeacherPrompt
 
@@ -31,7 +34,9 @@ K3_DEAD_ALARM = 0.05  # share of tokens without a gradient from which on k3 is c
 class TeacherValues(NamedTuple):
     """What a step's batch gets from the teacher."""
 
-    columns: dict[str, np.ndarray]  # ref_log_prob [B, R], the loss [B, 5]; for a top-k loss ids, log-probs [B, R, K]
+    # ref_log_prob [B, R], the loss [B, LOSS_WIDTH]; where needed weights [B, R], and the top-k's ids and log-probs
+    # [B, R, K]
+    columns: dict[str, np.ndarray]
     metrics: dict[str, float]
 
 
@@ -44,9 +49,10 @@ class TeacherReference:
         temperature: of the rollout; the teacher's logits are divided by it, as the student's are.
         loss: what the values are for (opd/config.py teacher_loss); verl's KL loss at a coefficient of 1 by default.
         prompts: makes the prompts that the teacher sees in place of the student's.
+        record: keeps an adaptive coefficient for a resumed run; may be set until the first step.
 
     Raises:
-        ConfigError: a larger top-k than this teacher gives.
+        ConfigError: a larger top-k than this teacher gives, or more ids of the student's choice than it takes.
     """
 
     def __init__(
@@ -57,22 +63,44 @@ class TeacherReference:
         temperature: float = 1.0,
         loss: TeacherLoss | None = None,
         prompts: TeacherPrompt | None = None,
+        record: CoefficientRecord | None = None,
     ):
         self.client = client
         self.config = config
         self.temperature = temperature
         self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
         self.prompts = prompts
+        self.record = record
+        self.first = True
         self.complained = False
         ready = client.wait_until_ready(config.ready_timeout_s)
         self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
         self.vocab_size = max(model.vocab_size for model in self.models.values())
+        # an id that one of the teachers does not know has no value there
+        self.num_known_ids = min(model.vocab_size for model in self.models.values())
         for model in self.models.values():
-            if self.loss.settings.topk > model.max_topk:
+            if self.num_student_ids > model.max_candidates:
                 raise ConfigError(
-                    f"teacher.topk={self.loss.settings.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
+                    f"teacher.topk_from=student with teacher.topk={self.num_student_ids}, but the teacher "
+                    f"{model.name!r} (backend {model.backend}) scores {model.max_candidates} ids of the student's "
+                    "choice at most; lower teacher.topk, start the teacher with --backend hf, or use "
+                    "teacher.topk_from=teacher"
+                )
+            if self.topk > model.max_topk:
+                raise ConfigError(
+                    f"teacher.topk={self.topk}, but the teacher {model.name!r} gives {model.max_topk} at "
                     "most; lower it, or start the teacher with a larger --max-topk"
                 )
+
+    @property
+    def topk(self) -> int:
+        """How many of its own most probable ids the teacher is asked for at each position."""
+        return 0 if self.config.topk_from == "student" else self.loss.settings.topk
+
+    @property
+    def num_student_ids(self) -> int:
+        """How many of the student's own `values` needs at each position; 0 unless teacher.topk_from is student."""
+        return self.loss.settings.topk if self.config.topk_from == "student" else 0
 
     @property
     def data_columns(self) -> tuple[str, ...]:
@@ -89,6 +117,7 @@ class TeacherReference:
         old_log_probs_BR: Any,
         step: int,
         data_columns: Mapping[str, Sequence[Any]] | None = None,
+        student_ids: Sequence[np.ndarray] | None = None,
     ) -> TeacherValues:
         """Score a batch.
 
@@ -98,6 +127,8 @@ class TeacherReference:
             old_log_probs_BR: the student's own, what padding and neutralised rows are filled with.
             step: verl's global step, counted from 1.
             data_columns: those that self.data_columns names, a value for each row.
+            student_ids: where num_student_ids is not 0: int32 [n, K] for each row with n response tokens, the ids that
+                a top-k loss is formed on.
 
         Raises:
             TeacherError: a column that is missing, or a row that no teacher or no prompt belongs to; no value for a row
@@ -109,14 +140,20 @@ class TeacherReference:
         counts_BR = np.asarray(response_mask_BR) == 1
         batch = to_rows(input_ids_BS, attention_mask_BS, prompt_width=np.shape(input_ids_BS)[1] - old_BR.shape[1])
         neutral_allowed = self.config.on_row_error == "neutral"
-        scores, parts = self._ask(batch, data_columns or {}, return_row_errors=neutral_allowed)
+        if (student_ids is not None) != bool(self.num_student_ids):
+            raise ValueError(
+                f"teacher.topk_from={self.config.topk_from}, but the trainer gave "
+                f"{'no ids' if student_ids is None else 'ids'} of the student's choice"
+            )
+        scores, parts = self._ask(batch, data_columns or {}, student_ids, return_row_errors=neutral_allowed)
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
+        weights = self._weights(counts_BR, neutral_rows)
         counts_BR = counts_BR.copy()
         counts_BR[neutral_rows] = False  # a KL of 0 by construction is no measurement
         by_teacher = routing.metrics(parts, old_BR, counts_BR)
-        kl.refuse_collapsed(ref_BR[counts_BR], self.vocab_size)
+        kl.refuse_collapsed(ref_BR[counts_BR], old_BR[counts_BR], self.vocab_size)
         seconds = time.monotonic() - start_s
         num_tokens = int(batch.response_lengths.sum())
         metrics = kl.estimates(old_BR[counts_BR], ref_BR[counts_BR]) | {
@@ -128,10 +165,13 @@ class TeacherReference:
             "opd/neutral_rows": float(len(neutral_rows)),
         }
         metrics |= by_teacher
-        columns = {"ref_log_prob": ref_BR, LOSS: self.loss.at(step).to_column(len(batch.rows))}
-        columns |= self._topk_columns(scores, batch.response_lengths, counts_BR, metrics)
-        if "opd/reverse_kl_k1" in metrics:
-            self.loss.coefficient.observe(metrics["opd/reverse_kl_k1"])
+        if self.loss.settings.clamp < math.inf and counts_BR.any():
+            beyond_T = np.abs(ref_BR[counts_BR] - old_BR[counts_BR]) > self.loss.settings.clamp
+            metrics["opd/clamped_fraction"] = float(beyond_T.mean())
+        settings = self._settings(step)
+        columns = {"ref_log_prob": ref_BR, LOSS: settings.to_column(len(batch.rows))} | weights
+        columns |= self._topk_columns(scores, student_ids, batch.response_lengths, counts_BR, metrics)
+        self._observe(step, settings.coef, metrics.get("opd/reverse_kl_k1"))
         self._complain_about_k3(metrics.get("opd/k3_dead_fraction", 0.0))
         logger.info(
             "teacher scored %d rows, %d tokens in %.2f s (%d retries, %d neutral rows), reverse KL %.4f",
@@ -144,8 +184,25 @@ class TeacherReference:
         )
         return TeacherValues(columns, metrics)
 
+    def _settings(self, step: int) -> LossSettings:
+        if self.first and self.record is not None:
+            self.record.take_up(self.loss.coefficient, step)
+        self.first = False
+        return self.loss.at(step)
+
+    def _observe(self, step: int, coef: float, kl: float | None) -> None:
+        if kl is not None:
+            self.loss.coefficient.observe(kl)
+        if self.record is not None:
+            self.record.write(Line(step, coef, kl, self.loss.coefficient.at(step + 1)))
+
     def _ask(
-        self, batch: Rows, data_columns: Mapping[str, Sequence[Any]], *, return_row_errors: bool
+        self,
+        batch: Rows,
+        data_columns: Mapping[str, Sequence[Any]],
+        student_ids: Sequence[np.ndarray] | None,
+        *,
+        return_row_errors: bool,
     ) -> tuple[Scores, dict[str, Part]]:
         """The values of a batch; with several teachers also what each of them said."""
         missing = [name for name in self.data_columns if name not in data_columns]
@@ -157,7 +214,8 @@ class TeacherReference:
         if self.prompts is not None:
             batch = self.prompts.replace(batch, data_columns)
         arguments: dict[str, Any] = {
-            "topk": self.loss.settings.topk,
+            "topk": self.topk,
+            "candidates": student_ids,
             "temperature": self.temperature,
             "timeout_s": self.config.timeout_s,
             "return_row_errors": return_row_errors,
@@ -167,14 +225,31 @@ class TeacherReference:
             return routed.scores, routed.parts
         return self.client.score(batch.rows, batch.starts, prefetched=self.config.overlap, **arguments), {}
 
+    def _weights(self, counts_BR: np.ndarray, neutral_rows: list[int]) -> dict[str, np.ndarray]:
+        """Decided by the configuration, not by the batch: all steps of a run then take the same way to the gradient."""
+        # a neutral row has no gradient under the other losses: no top-k, and an advantage of 0
+        may_be_neutral = self.config.on_row_error == "neutral" and self.loss.settings.name == SAMPLED
+        if not may_be_neutral and self.config.token_discount == 1.0:
+            return {}
+        return {WEIGHTS: token_weights(counts_BR, neutral_rows, discount=self.config.token_discount)}
+
     def _topk_columns(
-        self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]
+        self,
+        scores: Scores,
+        student_ids: Sequence[np.ndarray] | None,
+        response_lengths: np.ndarray,
+        counts_BR: np.ndarray,
+        metrics: dict[str, float],
     ) -> dict[str, np.ndarray]:
-        if scores.topk_ids is None or scores.topk_logprobs is None:
+        ids: Sequence[np.ndarray | None] | None = scores.topk_ids
+        logprobs = scores.topk_logprobs
+        if student_ids is not None:
+            ids, logprobs = student_ids, scores.candidate_logprobs
+        if ids is None or logprobs is None:
             return {}
         ids_BRK, logprobs_BRK = topk_to_padded(
-            scores.topk_ids,
-            scores.topk_logprobs,
+            ids,
+            logprobs,
             response_lengths,
             width=counts_BR.shape[1],
             topk=self.loss.settings.topk,

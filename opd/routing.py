@@ -123,6 +123,7 @@ class Router:
         *,
         values: Sequence[Any],
         topk: int = 0,
+        candidates: Sequence[np.ndarray] | None = None,
         temperature: float = 1.0,
         timeout_s: float = 600.0,
         return_row_errors: bool = False,
@@ -131,16 +132,16 @@ class Router:
 
         Args:
             values: of the column `route_by`, one for each row.
-            rows, starts, topk, temperature, timeout_s, return_row_errors: as TeacherClient.score.
+            rows, starts, topk, candidates, temperature, timeout_s, return_row_errors: as TeacherClient.score.
 
         Returns:
             A row that any of its teachers could not score has no value: the mean would be another one without it.
 
         Raises:
-            TeacherError: a row whose value has no route, or several teachers for a row with topk; and as
+            TeacherError: a row whose value has no route, or several teachers for a row with topk or candidates; and as
                 TeacherClient.score, of whichever teacher fails first.
         """
-        routes = self._routes_of(values, len(rows), topk)
+        routes = self._routes_of(values, len(rows), alone=bool(topk) or candidates is not None)
         mine = {name: [row for row, route in enumerate(routes) if name in route] for name in self.clients}
 
         def ask(name: str) -> Callable[[], tuple[Scores, float]]:
@@ -150,6 +151,7 @@ class Router:
                     [rows[row] for row in mine[name]],
                     [int(starts[row]) for row in mine[name]],
                     topk=topk,
+                    candidates=None if candidates is None else [candidates[row] for row in mine[name]],
                     temperature=temperature,
                     timeout_s=timeout_s,
                     return_row_errors=True,
@@ -159,7 +161,7 @@ class Router:
             return call
 
         answers = _at_once({name: ask(name) for name in self.clients if mine[name]})
-        scores = _merge({name: answer for name, (answer, _) in answers.items()}, mine, routes, topk)
+        scores = _merge({name: answer for name, (answer, _) in answers.items()}, mine, routes)
         if scores.row_errors and not return_row_errors:
             raise RowsFailed(scores.row_errors, len(rows))
         parts = {}
@@ -168,7 +170,7 @@ class Router:
             parts[name] = Part(client_rows, logprobs, seconds, self._models[name].vocab_size)
         return Routed(scores, parts)
 
-    def _routes_of(self, values: Sequence[Any], num_rows: int, topk: int) -> list[Route]:
+    def _routes_of(self, values: Sequence[Any], num_rows: int, *, alone: bool) -> list[Route]:
         if len(values) != num_rows:
             raise ValueError(f"{len(values)} values of {self.route_by} for {num_rows} rows")
         routes = []
@@ -179,7 +181,7 @@ class Router:
                     f"row {row} has {self.route_by}={clip(str(value))!r}, which has no teacher; "
                     f"teacher.routes has {', '.join(map(repr, self.routes))}"
                 )
-            if topk and len(route) > 1:
+            if alone and len(route) > 1:
                 raise TeacherError(f"row {row} has the teachers {', '.join(route)}: their top-k cannot be averaged")
             routes.append(route)
         return routes
@@ -214,23 +216,24 @@ def metrics(parts: Mapping[str, Part], student_BR: np.ndarray, counts_BR: np.nda
         found[f"opd/{name}/teacher_seconds"] = part.seconds
         if not scored:
             continue
-        teacher_T = np.concatenate(teacher)
+        teacher_T, student_T = np.concatenate(teacher), np.concatenate(student)
         try:
-            kl.refuse_collapsed(teacher_T, part.vocab_size)
+            kl.refuse_collapsed(teacher_T, student_T, part.vocab_size)
         except TeacherError as e:
             raise TeacherError(f"teacher {name!r}: {e}") from None
-        estimates = kl.estimates(np.concatenate(student), teacher_T)
+        estimates = kl.estimates(student_T, teacher_T)
         found |= {f"opd/{name}/reverse_kl_k1": v for key, v in estimates.items() if key == "opd/reverse_kl_k1"}
     return found
 
 
-def _merge(answers: Mapping[str, Scores], mine: Mapping[str, list[int]], routes: list[Route], topk: int) -> Scores:
+def _merge(answers: Mapping[str, Scores], mine: Mapping[str, list[int]], routes: list[Route]) -> Scores:
     """The teachers' answers in the order of the batch, rows with several teachers averaged."""
     num_rows = len(routes)
     failed: dict[int, RowError] = {}
     logprobs: list[np.ndarray | None] = [None] * num_rows
     topk_ids: list[np.ndarray | None] = [None] * num_rows
     topk_logprobs: list[np.ndarray | None] = [None] * num_rows
+    candidate_logprobs: list[np.ndarray | None] = [None] * num_rows
     for name, scores in answers.items():
         for error in scores.row_errors:
             row = mine[name][error.row]
@@ -248,13 +251,17 @@ def _merge(answers: Mapping[str, Scores], mine: Mapping[str, list[int]], routes:
                 logprobs[row] = weighted if before is None else before + weighted
             if scores.topk_ids is not None and scores.topk_logprobs is not None:
                 topk_ids[row], topk_logprobs[row] = scores.topk_ids[index], scores.topk_logprobs[index]
+            if scores.candidate_logprobs is not None:
+                candidate_logprobs[row] = scores.candidate_logprobs[index]
     for row in failed:
-        logprobs[row] = topk_ids[row] = topk_logprobs[row] = None
+        logprobs[row] = topk_ids[row] = topk_logprobs[row] = candidate_logprobs[row] = None
+    has_topk = any(scores.topk_ids is not None for scores in answers.values())
+    has_candidates = any(scores.candidate_logprobs is not None for scores in answers.values())
     return Scores(
         logprobs=[None if values is None else values.astype(np.float32) for values in logprobs],
-        topk_ids=topk_ids if topk else None,
-        topk_logprobs=topk_logprobs if topk else None,
-        candidate_logprobs=None,
+        topk_ids=topk_ids if has_topk else None,
+        topk_logprobs=topk_logprobs if has_topk else None,
+        candidate_logprobs=candidate_logprobs if has_candidates else None,
         row_errors=[failed[row] for row in sorted(failed)],
         stats=_sum_stats([scores.stats for scores in answers.values()]),
     )

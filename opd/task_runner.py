@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from opd.coefficient_record import open_record
 from opd.config import manager_class, routes, teacher_loss, teachers
 from opd.data_files import read_columns
 from opd.routing import DEFAULT, Router
@@ -117,6 +118,7 @@ def _start(config: DictConfig) -> TeacherReference:
         OmegaConf.update(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class", manager, force_add=True)
     teacher = shake_hands(config)
     keep_teachers(config.trainer, teacher.models)  # again: it is this handshake's teacher that trains
+    teacher.record = open_record(config.trainer, teacher.loss.coefficient)
     validate_config(config=config, use_reference_policy=False, use_critic=need_critic(config))
     return teacher
 

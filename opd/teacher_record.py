@@ -52,7 +52,7 @@ def keep_teachers(settings: Any, models: Mapping[str, ModelInfo]) -> None:
         ConfigError: the file of the run that is resumed cannot be read.
     """
     now = {name: Recorded(m.name, m.model, m.tokenizer) for name, m in models.items()}
-    resumed = _resumed_from(settings)
+    resumed = resumed_from(settings)
     if resumed is not None:
         _compare(resumed / FILE, now)
     path = Path(settings.default_local_dir) / FILE
@@ -62,7 +62,7 @@ def keep_teachers(settings: Any, models: Mapping[str, ModelInfo]) -> None:
     new.replace(path)  # never half a file
 
 
-def _resumed_from(settings: Any) -> Path | None:
+def resumed_from(settings: Any) -> Path | None:
     """The folder with the checkpoint that verl will load; None when it starts from scratch."""
     if settings.resume_mode == "disable":
         return None

@@ -14,10 +14,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
 
+from opd.jagged import to_id_lists
+from opd.loss.settings import TOPK_IDS
+from opd.loss.student_topk import NUM_IDS, NUM_KNOWN
 from opd.reference import TeacherReference
 from opd.teacher_prompt import RAW_PROMPT
 from opd.worker import METRICS_KEY
@@ -40,9 +46,20 @@ class OPDTrainer(RayPPOTrainer):
             old_log_probs_BR=data["old_log_probs"].numpy(),
             step=self.global_steps,
             data_columns={n: batch.non_tensor_batch[n] for n in self._columns(batch)},
+            student_ids=self._student_ids(batch),
         )
         columns: dict[str, Any] = {name: torch.from_numpy(column) for name, column in values.columns.items()}
         return DataProto.from_single_dict(columns, meta_info={METRICS_KEY: values.metrics})
+
+    def _student_ids(self, batch: DataProto) -> list[np.ndarray] | None:
+        """int32 [R_b, K] of each row, the student's own most probable ids; None where nobody asks for them."""
+        num_ids = self.teacher.num_student_ids
+        if not num_ids:
+            return None
+        data = left_right_2_no_padding(batch.to_tensordict())  # as verl's own _compute_ref_log_prob
+        tu.assign_non_tensor(data, **{NUM_IDS: num_ids, NUM_KNOWN: self.teacher.num_known_ids})
+        output = self.actor_rollout_wg.compute_student_topk(data)
+        return to_id_lists(output[TOPK_IDS], range(len(batch)), num_ids=num_ids)
 
     def _columns(self, batch: DataProto) -> list[str]:
         return [name for name in self.teacher.data_columns if name in batch.non_tensor_batch]

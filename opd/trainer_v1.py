@@ -9,6 +9,7 @@ keeps verl's name without `opd_`, since verl finds the settings and the replay b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -26,7 +27,9 @@ from verl.trainer.ppo.v1 import (
 )
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from opd.jagged import FIELDS, to_columns, to_lists, to_padded
+from opd.jagged import FIELDS, to_columns, to_id_lists, to_lists, to_padded
+from opd.loss.settings import TOPK_IDS
+from opd.loss.student_topk import NUM_IDS, NUM_KNOWN
 from opd.reference import TeacherReference
 from opd.worker import OPDWorker
 
@@ -44,17 +47,34 @@ class OPDTrainerV1(PPOTrainer):
     worker: type[ActorRolloutRefWorker] = OPDWorker  # another one has to be set before `init()`
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        names = self.teacher.data_columns
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*FIELDS, *names])
+        names, num_ids = self.teacher.data_columns, self.teacher.num_student_ids
+        fields = [*FIELDS, *names]
+        if num_ids:
+            self._ask_the_student(batch)
+            fields.append(TOPK_IDS)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         values = self.teacher.values(
-            **to_padded(data, rows), step=self.global_steps, data_columns=to_lists(data, names, rows)
+            **to_padded(data, rows),
+            step=self.global_steps,
+            data_columns=to_lists(data, names, rows),
+            student_ids=to_id_lists(data[TOPK_IDS], rows, num_ids=num_ids) if num_ids else None,
         )
-        fields = TensorDict(to_columns(values.columns, data["old_log_probs"], rows), batch_size=len(batch))
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        columns = TensorDict(to_columns(values.columns, data["old_log_probs"], rows), batch_size=len(batch))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
         # V0's names, which verl's worker group prefixes: a plot of one trainer's run reads the other's
         metrics.update({f"actor/{name}": value for name, value in values.metrics.items()})
         return batch
+
+    def _ask_the_student(self, batch: KVBatchMeta) -> None:
+        """Has its own most probable ids put into TransferQueue, as TOPK_IDS."""
+        extra_info = {
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            NUM_IDS: self.teacher.num_student_ids,
+            NUM_KNOWN: self.teacher.num_known_ids,
+        }
+        # of its own: what is written into a batch's extra_info goes along with the calls after this one
+        self.actor_rollout_wg.compute_student_topk(replace(batch, extra_info=extra_info))
 
     def _init_resource_pool_mgr(self) -> None:
         """verl's roles, less that of a reference model, which `use_kl_loss` asks for: a second copy of the student."""

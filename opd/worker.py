@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from opd.loss import in_verl
+from opd.loss import in_verl, student_topk
 
 METRICS_KEY = "opd_metrics"
 
@@ -29,6 +29,12 @@ class OPDWorker(ActorRolloutRefWorker):
     @cached_property
     def actor_config(self) -> ActorConfig:
         return omega_conf_to_dataclass(self.config.actor)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_student_topk(self, data: TensorDict) -> TensorDict | None:
+        """The student's own most probable ids; see opd/loss/student_topk.py."""
+        output = student_topk.infer_topk(self.actor, data)
+        return None if output is None else output.cpu()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict:

@@ -7,7 +7,7 @@ import torch
 from opd.client import TeacherClient
 from opd.config import TeacherConfig
 from opd.jagged import to_columns, to_padded
-from opd.loss.settings import LOSS, TOPK_IDS, TOPK_LOGPROBS, LossSettings
+from opd.loss.settings import LOSS, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings
 from opd.reference import TeacherReference
 from opd.scoring.oracle import oracle_logprobs
 
@@ -66,6 +66,7 @@ def test_the_columns_of_the_loss_go_along_and_made_up_rows_have_no_top_k():
         LOSS: LossSettings(coef=0.5).to_column(3),
         TOPK_IDS: np.arange(30, dtype=np.int32).reshape(3, 5, 2),
         TOPK_LOGPROBS: -np.arange(30, dtype=np.float32).reshape(3, 5, 2),
+        WEIGHTS: np.arange(1, 16, dtype=np.float32).reshape(3, 5),
     }
     back = to_columns(columns, DATA["old_log_probs"], REAL)
     assert len(back[LOSS]) == 4
@@ -78,6 +79,8 @@ def test_the_columns_of_the_loss_go_along_and_made_up_rows_have_no_top_k():
     ]
     logprobs = back[TOPK_LOGPROBS].unbind()
     assert logprobs[2].isnan().all() and logprobs[3].tolist() == [-20, -21]
+    # a weight of 0 is no missing value: a made-up row has no signal, and NaN would make the whole loss NaN
+    assert [row.tolist() for row in back[WEIGHTS].unbind()] == [[1, 2], [6, 7, 8, 9, 10], [0], [11]]
 
 
 def test_a_row_whose_columns_differ_in_length_is_refused():

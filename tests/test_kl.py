@@ -37,23 +37,35 @@ def test_tokens_without_a_k3_gradient_are_counted():
     assert got["opd/k3_dead_fraction"] == 0.5
 
 
-@pytest.mark.parametrize("value", [-0.5, -math.log(1000)])
+UNSURE = np.linspace(-3.0, 0.0, 64)  # a student's log-probs of what it sampled
+
+
+@pytest.mark.parametrize("value", [-0.5, -math.log(1000), 0.0, -1e-8])
 def test_a_teacher_that_says_the_same_about_every_token_is_refused(value):
     with pytest.raises(TeacherError, match="64 tokens"):
-        kl.refuse_collapsed(np.full(64, value, dtype=np.float32), vocab_size=1000)
+        kl.refuse_collapsed(np.full(64, value, dtype=np.float32), UNSURE, vocab_size=1000)
 
 
 def test_uniform_up_to_rounding_is_a_collapse_too_and_a_narrow_range_elsewhere_is_not():
     """bfloat16 rounds a uniform distribution's values apart; -log 1000 = -6.9078."""
     rounded = np.linspace(-6.912, -6.903, 64)
     with pytest.raises(TeacherError, match="of a uniform distribution"):
-        kl.refuse_collapsed(rounded, vocab_size=1000)
-    kl.refuse_collapsed(rounded + 0.1, vocab_size=1000)
+        kl.refuse_collapsed(rounded, UNSURE, vocab_size=1000)
+    kl.refuse_collapsed(rounded + 0.1, UNSURE, vocab_size=1000)
 
 
 def test_a_working_teacher_and_a_tiny_batch_are_not_refused():
-    kl.refuse_collapsed(np.linspace(-3, 0, 64), vocab_size=1000)
-    kl.refuse_collapsed(np.full(63, -1.0), vocab_size=1000)
+    kl.refuse_collapsed(np.linspace(-3, 0, 64), UNSURE, vocab_size=1000)
+    kl.refuse_collapsed(np.full(63, -1.0), UNSURE[:63], vocab_size=1000)
+
+
+def test_a_certain_teacher_is_believed_where_the_student_is_nearly_certain_too():
+    """A text that both know by heart; float32 rounds such log-probs to 0, or to multiples of 1e-7."""
+    sure = np.full(64, -0.02)
+    for certain in (np.zeros(64), np.full(64, -1e-8), np.linspace(-9e-5, 0, 64)):
+        kl.refuse_collapsed(certain.astype(np.float32), sure, vocab_size=1000)
+    with pytest.raises(TeacherError, match=r"the value -0\.020000 for every token"):
+        kl.refuse_collapsed(np.full(64, -0.02), sure, vocab_size=1000)  # the same everywhere, and not certain
 
 
 def gradient(kl_type: str, x: float) -> float:

@@ -93,6 +93,49 @@ def test_a_confident_student_keeps_a_finite_loss_and_a_gradient_on_its_tail():
     assert student.grad[0, 1] + student.grad[0, 3] == pytest.approx(-0.25, abs=1e-4)
 
 
+INF = math.inf
+
+
+@pytest.mark.parametrize("divergence, beta", [("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1)])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [2.0, 0.5, 1.0, -INF],  # an impossible token outside of the teacher's top-k
+        [2.0, 0.5, -INF, 0.0],  # one in it
+        [2.0, -INF, 1.0, -INF],  # nothing is left for the tail
+        [2.0, -INF, -INF, -INF],
+        [-INF, 2.0, -INF, 1.0],  # nothing is left in it
+    ],
+)
+def test_an_impossible_token_counts_with_a_probability_of_0(logits, divergence, beta):
+    """Against the formula with 0 log 0 = 0, in float64."""
+    exact = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
+    weights = (exact - exact.detach().max()).exp()
+    q_all = weights / weights.sum()
+    q = torch.cat([q_all[:, IDS[0]], q_all[:, [1, 3]].sum(-1, keepdim=True)], -1)
+    p = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
+    m = p if divergence == "reverse_kl" else beta * p + (1 - beta) * q
+    expected = torch.special.xlogy(q, (q / m).clamp_min(1e-300)).sum()
+    if divergence == "jsd":
+        expected = (1 - beta) * expected + beta * (p * (p / m).log()).sum()
+    expected.backward()
+    student = torch.tensor([logits], requires_grad=True)
+    loss = loss_of(divergence, student=student, beta=beta).loss_N
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach().double()[0], expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(student.grad.double(), exact.grad.nan_to_num(0.0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_forward_kl_towards_an_impossible_token_is_large_and_draws_to_it(tail):
+    student = torch.tensor([[2.0, 0.5, -INF, 0.0]], requires_grad=True)
+    loss = loss_of("forward_kl", student=student, tail=tail).loss_N
+    loss.sum().backward()
+    assert 240 < float(loss.detach()) < 260  # the teacher gives it 1/4
+    assert student.grad[0, 2] == pytest.approx(-0.25)  # q sum(p) - p
+    assert student.grad.isfinite().all()
+
+
 def random_batch(*, num_logits=23, num_positions=17, vocab=50, topk=6, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(num_logits, vocab, generator=generator)).to(dtype)

@@ -22,8 +22,9 @@ def test_cosine_is_flat_at_both_ends():
     assert [coefficient.at(step) for step in (1, 2, 3, 4, 5, 6)] == pytest.approx([1, quarter, 0.5, 1 - quarter, 0, 0])
 
 
-def test_a_schedule_of_one_step_begins_where_it_starts():
-    assert Coefficient("linear", 1.0, end=0.0, steps=1).at(1) == 1.0
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_of_one_step_has_its_start_at_that_step_and_its_end_after_it(kind):
+    assert [Coefficient(kind, 1.0, end=0.2, steps=1).at(step) for step in (1, 2, 3)] == pytest.approx([1, 0.2, 0.2])
 
 
 def test_a_schedule_may_rise():

@@ -7,7 +7,7 @@ from opd.client import TeacherClient
 from opd.config import TeacherConfig
 from opd.errors import ConfigError, RowsFailed, TeacherError
 from opd.loss.schedule import Coefficient
-from opd.loss.settings import LOSS, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
+from opd.loss.settings import LOSS, LOSS_WIDTH, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings, TeacherLoss
 from opd.reference import TeacherReference
 from opd.scoring.oracle import oracle_logprobs
 
@@ -82,10 +82,41 @@ def test_the_loss_of_each_step_travels_as_a_column(teacher_server):
     server = teacher_server(vocab=10)
     loss = TeacherLoss(LossSettings("policy_gradient"), Coefficient("linear", 1.0, end=0.5, steps=3), "k3+")
     got = values(server, loss, steps=(1, 2, 3))
-    assert [column.columns[LOSS].shape for column in got] == [(3, 5)] * 3
+    assert [column.columns[LOSS].shape for column in got] == [(3, LOSS_WIDTH)] * 3
     settings = [LossSettings.from_row(column.columns[LOSS][2].tolist()) for column in got]
     assert settings == [LossSettings("policy_gradient", coef=coef) for coef in (1.0, 0.75, 0.5)]
     assert set(got[0].columns) == {"ref_log_prob", LOSS}  # nothing else is asked of the teacher
+
+
+def test_weights_go_along_only_where_one_may_differ_from_1(teacher_server):
+    server = teacher_server(vocab=10)
+    neutral = TeacherConfig(on_row_error="neutral", max_neutral_fraction=0.5)
+    bad = IDS.copy()
+    bad[1, 4] = 10
+    loss = TeacherLoss(LossSettings(), Coefficient("constant", 1.0), "k3+")
+    assert WEIGHTS not in values(server, loss)[0].columns
+    whole, partly = (values(server, loss, ids=ids, config=neutral)[0].columns[WEIGHTS] for ids in (IDS, bad))
+    np.testing.assert_array_equal(whole, RESPONSE_MASK)
+    np.testing.assert_array_equal(partly, RESPONSE_MASK * [[1], [0], [1]])
+    topk = TeacherLoss(LossSettings("jsd_topk", topk=3), Coefficient("constant", 1.0), "k3+")
+    assert WEIGHTS not in values(server, topk, ids=bad, config=neutral)[0].columns  # it has no top-k: no loss anyway
+    later = values(server, topk, config=TeacherConfig(token_discount=0.5))[0].columns[WEIGHTS]
+    assert later.dtype == np.float32
+    # the tool token in row 1 does not count, so the one behind it is the second
+    np.testing.assert_array_equal(later, [[1, 0.5, 0.25, 0], [1, 0, 0.5, 0.25], [0, 0, 0, 0]])
+
+
+def test_the_share_of_clamped_tokens_is_a_metric_and_the_values_stay_as_they_are(teacher_server):
+    server = teacher_server(vocab=10, seed=3)
+    free, clamped = (
+        values(server, TeacherLoss(LossSettings(clamp=clamp), Coefficient("constant", 1.0), "k3+"))[0]
+        for clamp in (np.inf, 1.0)
+    )
+    differences = np.abs(free.columns["ref_log_prob"] - OLD)[RESPONSE_MASK == 1]
+    assert 0 < (differences > 1.0).mean() < 1
+    assert clamped.metrics["opd/clamped_fraction"] == pytest.approx((differences > 1.0).mean())
+    assert "opd/clamped_fraction" not in free.metrics
+    np.testing.assert_array_equal(clamped.columns["ref_log_prob"], free.columns["ref_log_prob"])
 
 
 def test_the_adaptive_coefficient_sees_the_measured_kl(teacher_server):

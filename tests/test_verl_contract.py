@@ -331,6 +331,25 @@ def test_the_actors_loss_can_be_set_and_reads_these_names():
         assert words in source, f"verl's ppo_loss no longer has {words!r}"
 
 
+def test_the_kl_term_of_ppo_loss_is_the_one_that_weights_and_the_clamp_are_put_into():
+    """opd.loss.in_verl.weighted_kl_loss adds it as verl would; this is the code that it repeats the order of."""
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.workers.utils.losses import ppo_loss
+
+    assert _parameters(kl_penalty) == ["logprob", "ref_logprob", "kl_penalty"]
+    source = " ".join(inspect.getsource(ppo_loss).split())
+    for words in (
+        "kld = kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)",
+        "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info",
+        'metrics["kl_loss"] = Metric(value=kl_loss, aggregation=metric_aggregation)',
+        'metrics["kl_coef"] = config.kl_loss_coef',
+    ):
+        assert words in source, f"verl's ppo_loss no longer has {words!r}"
+    put = set(re.findall(r'config\.global_batch_info\["(\w+)"\]', source))
+    assert put == {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
+    _assert_takes(agg_loss, "loss_mat", "loss_mask", "loss_agg_mode", *put)
+
+
 def test_the_fsdp_engine_hands_its_logits_to_the_loss_when_the_batch_says_so():
     """As values [1, tokens] that come back in model_output: without remove_padding, and twice with it."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -340,6 +359,50 @@ def test_the_fsdp_engine_hands_its_logits_to_the_loss_when_the_batch_says_so():
     call = "outputs = logits_processor_func(student_logits=logits_rmpad.unsqueeze(0), data=micro_batch)"
     assert source.count(call) == 2
     assert source.count("model_output[k] = torch.nested.nested_tensor_from_jagged(v, cu_seqlens)") == 2
+
+
+def test_a_forward_hands_its_logits_over_only_with_a_loss_and_can_do_without_log_probs():
+    """What opd.loss.student_topk asks of the engine. compute_log_prob gives no loss: its forward cannot be used."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine_workers import TrainingWorker
+
+    infer = inspect.getsource(TrainingWorker.infer_batch)
+    assert "loss_function = self.loss_fn if compute_loss else None" in infer
+    assert 'key="no_lora_adapter", default=False' in infer  # the student is asked with its adapter
+    outputs = inspect.getsource(FSDPEngineWithLMHead.prepare_model_outputs)
+    assert 'key="distillation_only", default=False' in outputs
+    assert outputs.count("assert v.shape == (logits_rmpad.shape[0],)") == 2  # so one number per token and name
+    assert "compute_loss=False" in inspect.getsource(RayPPOTrainer._compute_old_log_prob)
+    assert '"compute_loss": False' in inspect.getsource(PPOTrainer._compute_old_log_prob)
+
+
+def test_our_forward_is_dispatched_as_verls_log_probs_are():
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from opd.worker import OPDWorker
+
+    verls = getattr(ActorRolloutRefWorker.compute_log_prob, MAGIC_ATTR)
+    for cls in (OPDWorker, worker.CpuWorker):
+        ours = getattr(cls.compute_student_topk, MAGIC_ATTR)
+        assert ours.keys() == verls.keys() and ours["blocking"] == verls["blocking"]
+        for step in ("dispatch_fn", "collect_fn"):
+            mine, theirs = ours["dispatch_mode"][step], verls["dispatch_mode"][step]
+            assert (mine.func, mine.args) == (theirs.func, theirs.args)
+
+
+def test_what_a_worker_method_returns_is_put_into_transferqueue_in_place_of_what_was_there():
+    """V1: TOPK_IDS comes from the worker first and from the trainer then, as verl's own entropy does."""
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.utils import transferqueue_utils
+
+    put = inspect.getsource(transferqueue_utils._async_update_meta_with_output)
+    assert "tq_client.async_put(data=output.select(*fields), metadata=meta)" in put
+    old = inspect.getsource(PPOTrainer._compute_old_log_prob)
+    assert 'data["entropy"] = response_from_nested(data.pop("entropy"), data["response_mask"])' in old
+    assert 'fields=data.select("old_log_probs", "entropy")' in old
 
 
 def test_values_of_a_response_token_are_taken_from_the_position_before_it():

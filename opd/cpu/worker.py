@@ -30,6 +30,10 @@ class CpuWorker(OPDWorker):
         return super().compute_log_prob(without_row_objects(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_student_topk(self, data: TensorDict) -> TensorDict | None:
+        return super().compute_student_topk(without_row_objects(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict:
         return super().update_actor(without_row_objects(data))
 

@@ -1,6 +1,6 @@
-"""Divergences between teacher and student on the teacher's top-k tokens at each position, and their gradient.
+"""Divergences between teacher and student on K tokens at each position, and their gradient.
 
-p = the teacher's probabilities of its own K most probable tokens, q = the student's of the same tokens:
+p = the teacher's probabilities of K tokens, its own most probable ones or the student's, q = the student's of the same:
 
     forward_kl   sum p log(p/q)                                  covers everything that the teacher may say
     reverse_kl   sum q log(q/p)                                  seeks what the teacher finds likely
@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 CHUNK_ELEMENTS = 2**26  # float32 numbers in one temporary of a chunk: 256 MB
+# a logit of -inf (a mask) is taken for one so far below the largest: exp(-1000) is 0 in float32, and 0 * inf is NaN
+LOGIT_SPAN = 1000.0
 TAIL_FLOOR = 1e-6  # float32 log-probs cannot say that less is left
 
 
@@ -34,8 +36,8 @@ class TopkLoss(NamedTuple):
     """One value for each position."""
 
     loss_N: torch.Tensor  # nats; the only one with a gradient
-    student_mass_N: torch.Tensor  # probability that the student gives to the teacher's top-k
-    overlap_N: torch.Tensor  # share of the teacher's top-k that is in the student's own
+    student_mass_N: torch.Tensor  # probability that the student gives to the K tokens
+    overlap_N: torch.Tensor  # share of them that is in the student's own top-k
 
 
 def topk_loss(
@@ -52,7 +54,8 @@ def topk_loss(
     """The divergence at each position that has a teacher value.
 
     Args:
-        logits_LV: the student's, any float type.
+        logits_LV: the student's, any float type; -inf is an impossible token. Where the teacher finds it likely, the
+            forward KL is infinite and comes out as about 1000 times its probability.
         positions_N: the row of logits that each teacher value belongs to; each row at most once.
         topk_ids_NK: distinct ids below V.
         topk_logprobs_NK: the teacher's log-probs of these ids, finite.
@@ -135,6 +138,7 @@ class _TopkLoss(torch.autograd.Function):
         for begin in range(0, len(positions_N), step):
             here = slice(begin, begin + step)
             logits, ids = logits_LV[positions_N[here]].float(), ids_NK[here]
+            logits.clamp_(min=logits.amax(-1, keepdim=True) - LOGIT_SPAN)  # indexing has made a copy
             with torch.enable_grad():
                 logits.requires_grad_(wants_gradient)
                 loss, mass = _chunk(logits, ids, logprobs_NK[here], divergence, beta, tail)

@@ -1,7 +1,7 @@
 """The coefficient of the teacher's loss over the steps of a run.
 
 Constant, linear and cosine depend on the step alone, so a resumed run goes on where it was. The adaptive one follows
-the measured KL, and a resumed run starts it anew from kl_loss_coef.
+the measured KL; opd/coefficient_record.py keeps it for a resumed run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Coefficient:
 
     Args:
         kind: one of SCHEDULES.
-        start: at step 1.
-        end: linear and cosine arrive there at step `steps`, and stay.
+        start: at step 1, also of a schedule of one step: a run of one step trains with the weight that it was given.
+        end: linear and cosine arrive there at step `steps`, and stay; with one step, from step 2 on.
         steps: length of the way from start to end.
         target_kl: adaptive: nats per token; while the KL is above it, the coefficient grows.
     """
@@ -49,6 +49,10 @@ class Coefficient:
         if self.kind == "cosine":
             way = (1.0 - math.cos(math.pi * way)) / 2
         return self.start + way * (self.end - self.start)
+
+    def resume(self, coef: float) -> None:
+        """Go on with the coefficient that an adaptive schedule had come to."""
+        self._adapted = coef
 
     def observe(self, kl: float) -> None:
         """Take a step's measured KL into account, in nats per token; only the adaptive schedule does anything."""

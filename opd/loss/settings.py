@@ -7,6 +7,7 @@ into the meta information of a batch before the worker sees it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +20,10 @@ DIVERGENCES = {"forward_kl_topk": "forward_kl", "reverse_kl_topk": "reverse_kl",
 LOSSES = (SAMPLED, POLICY_GRADIENT, *DIVERGENCES)
 
 # columns of the batch on its way to the worker, beside ref_log_prob
-LOSS = "opd_loss"  # float64 [B, 5], every row the same
+LOSS = "opd_loss"  # float64 [B, LOSS_WIDTH], every row the same
+LOSS_WIDTH = 6
 TOPK_IDS, TOPK_LOGPROBS = "opd_topk_ids", "opd_topk_logprobs"  # [B, R, K]; id -1 where the teacher gave no value
+WEIGHTS = "opd_weights"  # float32 [B, R]: of each token's teacher term; goes along only where one may differ from 1
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,22 @@ class LossSettings:
     topk: int = 0  # tokens that the teacher is asked for at each position; 0 without a top-k loss
     beta: float = 0.5  # of the generalised JSD
     tail: bool = True  # the mass outside of the top-k is one more bucket
+    clamp: float = math.inf  # nats; most of |teacher - student log-prob| of a sampled token that becomes gradient
 
     @property
     def divergence(self) -> str | None:
         return DIVERGENCES.get(self.name)
 
     def to_column(self, num_rows: int) -> np.ndarray:
-        """float64 [num_rows, 5]."""
-        row = (LOSSES.index(self.name), self.coef, self.topk, self.beta, self.tail)
+        """float64 [num_rows, LOSS_WIDTH]."""
+        row = (LOSSES.index(self.name), self.coef, self.topk, self.beta, self.tail, self.clamp)
         return np.tile(np.array(row, dtype=np.float64), (num_rows, 1))
 
     @classmethod
     def from_row(cls, row: list[float]) -> LossSettings:
         """Of one row of the column."""
-        name, coef, topk, beta, tail = row
-        return cls(LOSSES[int(name)], coef, int(topk), beta, bool(tail))
+        name, coef, topk, beta, tail, clamp = row
+        return cls(LOSSES[int(name)], coef, int(topk), beta, bool(tail), clamp)
 
 
 class TeacherLoss:
