@@ -3,7 +3,6 @@
 One run takes most of a minute, nearly all of it Ray and verl starting; so each run serves several claims.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,18 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CHILD_ENV, ROOT, ServerProcess, wait_until
-
-DIGITS = ROOT / "recipe" / "digits"
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict:
-    """A student and a teacher that were barely trained: enough to differ."""
-    out = tmp_path_factory.mktemp("digits") / "prepared"
-    command = [sys.executable, str(DIGITS / "prepare.py"), "--out", str(out)]
-    subprocess.run([*command, "--teacher-steps", "40", "--student-steps", "10"], check=True, env=CHILD_ENV, timeout=300)
-    return json.loads((out / "prepared.json").read_text())
+from conftest import CHILD_ENV, ServerProcess, wait_until
+from digits_run import command, steps_of, train
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +29,11 @@ def teachers(prepared, tmp_path_factory):
         server.end()
 
 
-def command(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "opd.main_opd", "--recipe", str(DIGITS), "--device", "cpu", "--run-dir", str(run_dir)),
-        f"data.train_files={prepared['train']}",
-        f"data.val_files={prepared['val']}",
-        "data.train_batch_size=8",
-        "data.val_max_samples=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.rollout.n=4",
-        f"actor_rollout_ref.model.path={prepared['student']}",
-        f"reward.custom_reward_function.path={DIGITS / 'reward.py'}",
-        f"teacher.address={address}",
-        "trainer.total_training_steps=2",
-        *overrides,
-    ]
-
-
-def train(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[dict]:
-    """Run to the end; the metrics of each training step."""
-    done = subprocess.run(
-        command(prepared, address, run_dir, *overrides), env=CHILD_ENV, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [data for data in records if "training/global_step" in data]
-
-
 @pytest.fixture(scope="module")
 def distilled(prepared, teachers, tmp_path_factory) -> tuple[list[dict], Path]:
     run_dir = tmp_path_factory.mktemp("run") / "kl1"
-    return train(prepared, teachers["teacher"], run_dir, "teacher.overlap=true"), run_dir
+    address = f"teacher.address={teachers['teacher']}"
+    return train(prepared, run_dir, address, "teacher.overlap=true"), run_dir
 
 
 def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
@@ -100,7 +63,8 @@ def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(dis
 @pytest.fixture(scope="module")
 def baseline(prepared, teachers, tmp_path_factory) -> list[dict]:
     run_dir = tmp_path_factory.mktemp("run") / "kl0"
-    return train(prepared, teachers["forgetful"], run_dir, "actor_rollout_ref.actor.kl_loss_coef=0")
+    address = f"teacher.address={teachers['forgetful']}"
+    return train(prepared, run_dir, address, "actor_rollout_ref.actor.kl_loss_coef=0")
 
 
 def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distilled, baseline):
@@ -114,7 +78,8 @@ def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distil
 def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_grpo(
     prepared, teachers, baseline, tmp_path
 ):
-    own = train(prepared, teachers["student"], tmp_path / "own", "trainer.total_training_steps=1")
+    address = f"teacher.address={teachers['student']}"
+    own = train(prepared, tmp_path / "own", address, "trainer.total_training_steps=1")
     assert abs(own[0]["actor/opd/reverse_kl_k1"]) < 1e-4
     assert own[0]["actor/opd/reverse_kl_k3"] < 1e-4
     assert own[0]["actor/kl_loss"] < 1e-4
@@ -135,7 +100,7 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
     overrides = ["teacher.loss=policy_gradient", "algorithm.adv_estimator=opd"]
     overrides += ["teacher.coef_schedule=linear", "teacher.coef_end=0.5", "trainer.total_training_steps=4"]
     trainer = subprocess.Popen(
-        command(prepared, f"tcp://127.0.0.1:{port}", run_dir, *overrides),
+        command(prepared, run_dir, f"teacher.address=tcp://127.0.0.1:{port}", *overrides),
         env=CHILD_ENV,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -152,12 +117,11 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
         finally:
             second.terminate()
             second.wait(20)
-        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-        steps = [data for data in steps if "training/global_step" in data]
-        assert len(steps) == 4
-        assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in steps)
-        assert [data["actor/opd/coef"] for data in steps] == pytest.approx([1, 5 / 6, 4 / 6, 0.5])
-        for data in steps:
+        done = steps_of(run_dir)
+        assert len(done) == 4
+        assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in done)
+        assert [data["actor/opd/coef"] for data in done] == pytest.approx([1, 5 / 6, 4 / 6, 0.5])
+        for data in done:
             assert data["actor/opd/task_advantage_abs"] == 0
             assert data["actor/opd/teacher_advantage_abs"] > 0.05
             assert data["critic/advantages/max"] == 0  # verl's metric is of the task's
@@ -170,8 +134,9 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
 
 
 def test_a_teacher_that_stays_away_ends_the_run_with_one_sentence(prepared, tmp_path):
+    overrides = [f"teacher.address=tcp://127.0.0.1:{free_port()}", "teacher.ready_timeout_s=2"]
     done = subprocess.run(
-        command(prepared, f"tcp://127.0.0.1:{free_port()}", tmp_path / "run", "teacher.ready_timeout_s=2"),
+        command(prepared, tmp_path / "run", *overrides),
         env=CHILD_ENV,
         capture_output=True,
         text=True,
