@@ -102,7 +102,6 @@ def check(config: DictConfig) -> None:
     if teacher.on_row_error not in ("raise", "neutral"):
         raise ConfigError(f"teacher.on_row_error={teacher.on_row_error} is unknown; use raise or neutral")
     _check_teachers(config)
-    _check_overlap(teacher)
     for key in ("timeout_s", "ready_timeout_s", "max_tokens_per_request"):
         if not teacher[key] > 0:
             raise ConfigError(f"teacher.{key}={teacher[key]} must be positive")
@@ -134,19 +133,6 @@ def _check_teachers(config: DictConfig) -> None:
             f"teacher.routes[{averaged[0]!r}] has several teachers, and with {how} the loss towards the mean of their "
             "log-probs is not the weighted sum of the losses towards each: use k3+, k2 or k1+ with loss=sampled, "
             f"loss={POLICY_GRADIENT}, or one teacher for each row"
-        )
-
-
-def _check_overlap(teacher: DictConfig) -> None:
-    """What is sent ahead has to be what is asked later, and the agent loops know of one teacher and one prompt only."""
-    if not teacher.overlap:
-        return
-    keys = ("teachers", "system_prompt", "prompt_column", "chat_template")
-    given = [f"teacher.{key}" for key in keys if teacher[key]]
-    if given:
-        raise ConfigError(
-            f"teacher.overlap=true with {', '.join(given)}: finished rows would be sent ahead to teacher.address, with "
-            "the student's prompt. Set teacher.overlap=false"
         )
 
 

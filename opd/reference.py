@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd import kl, routing
-from opd.align import Rows, to_padded, to_rows, topk_to_padded
+from opd.align import to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
 from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, LossSettings, TeacherLoss
-from opd.routing import DEFAULT, Part, Router
+from opd.routing import Router
 from opd.teacher_prompt import TeacherPrompt
+from opd.teachers import Teachers
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +59,12 @@ class TeacherReference:
         loss: TeacherLoss | None = None,
         prompts: TeacherPrompt | None = None,
     ):
-        self.client = client
+        self.teachers = Teachers(client, prompts)
         self.config = config
         self.temperature = temperature
         self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
-        self.prompts = prompts
         self.complained = False
-        ready = client.wait_until_ready(config.ready_timeout_s)
-        self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
+        self.models = self.teachers.wait_until_ready(config.ready_timeout_s)
         self.vocab_size = max(model.vocab_size for model in self.models.values())
         for model in self.models.values():
             if self.loss.settings.topk > model.max_topk:
@@ -77,8 +76,7 @@ class TeacherReference:
     @property
     def data_columns(self) -> tuple[str, ...]:
         """Columns of the data that `values` needs beside the batch's tensors; none with one teacher and no prompts."""
-        routed = [self.client.route_by] if isinstance(self.client, Router) else []
-        return tuple(dict.fromkeys([*routed, *(self.prompts.columns if self.prompts is not None else ())]))
+        return self.teachers.data_columns
 
     def values(
         self,
@@ -109,7 +107,15 @@ class TeacherReference:
         counts_BR = np.asarray(response_mask_BR) == 1
         batch = to_rows(input_ids_BS, attention_mask_BS, prompt_width=np.shape(input_ids_BS)[1] - old_BR.shape[1])
         neutral_allowed = self.config.on_row_error == "neutral"
-        scores, parts = self._ask(batch, data_columns or {}, return_row_errors=neutral_allowed)
+        scores, parts = self.teachers.score(
+            batch,
+            data_columns or {},
+            topk=self.loss.settings.topk,
+            temperature=self.temperature,
+            timeout_s=self.config.timeout_s,
+            return_row_errors=neutral_allowed,
+            prefetched=self.config.overlap,
+        )
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
@@ -143,29 +149,6 @@ class TeacherReference:
             metrics.get("opd/reverse_kl_k1", float("nan")),
         )
         return TeacherValues(columns, metrics)
-
-    def _ask(
-        self, batch: Rows, data_columns: Mapping[str, Sequence[Any]], *, return_row_errors: bool
-    ) -> tuple[Scores, dict[str, Part]]:
-        """The values of a batch; with several teachers also what each of them said."""
-        missing = [name for name in self.data_columns if name not in data_columns]
-        if missing:
-            raise TeacherError(
-                f"the batch has no column {missing[0]!r}, which teacher.route_by or a prompt for the teacher needs; "
-                f"it has {', '.join(data_columns) or 'none'}"
-            )
-        if self.prompts is not None:
-            batch = self.prompts.replace(batch, data_columns)
-        arguments: dict[str, Any] = {
-            "topk": self.loss.settings.topk,
-            "temperature": self.temperature,
-            "timeout_s": self.config.timeout_s,
-            "return_row_errors": return_row_errors,
-        }
-        if isinstance(self.client, Router):
-            routed = self.client.score(batch.rows, batch.starts, values=data_columns[self.client.route_by], **arguments)
-            return routed.scores, routed.parts
-        return self.client.score(batch.rows, batch.starts, prefetched=self.config.overlap, **arguments), {}
 
     def _topk_columns(
         self, scores: Scores, response_lengths: np.ndarray, counts_BR: np.ndarray, metrics: dict[str, float]

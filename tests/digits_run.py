@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import CHILD_ENV, ROOT
+from conftest import CHILD_ENV, ROOT, ServerProcess
 
 DIGITS = ROOT / "recipe" / "digits"
 
@@ -65,3 +65,22 @@ def train(prepared: dict, run_dir: Path, *overrides: str, trainer: str = "v0") -
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return steps_of(run_dir)
+
+
+class Recorder(ServerProcess):
+    """A teacher that writes down what it is asked (recording_scorer.py), in its model's folder."""
+
+    def __init__(self, model: str | Path, log: Path, *args: str):
+        self.file = Path(model) / "asked.jsonl"
+        super().__init__(log, "--backend", "recording_scorer", "--model", str(model), *args)
+
+    def wait_ready(self) -> str:
+        address = super().wait_ready()
+        self.asked()  # what a server asks itself at its start
+        return address
+
+    def asked(self) -> list[dict]:
+        """What it was asked since the last call."""
+        lines = self.file.read_text().splitlines()
+        self.file.unlink()
+        return [json.loads(line) for line in lines]

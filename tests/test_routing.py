@@ -44,7 +44,7 @@ def test_each_row_has_its_own_teachers_values_and_several_are_averaged(teacher_s
         "old_log_probs_BR": old,
     }
     with router(servers[0].address, servers[1].address) as teachers:
-        reference = TeacherReference(teachers, TeacherConfig(overlap=False))
+        reference = TeacherReference(teachers, TeacherConfig())
         assert reference.data_columns == ("data_source",)
         sources = {"data_source": np.array(["gsm8k", "mbpp", "both"], dtype=object)}
         values = reference.values(**arguments, step=1, data_columns=sources)
@@ -175,7 +175,7 @@ def test_a_teacher_that_says_the_same_about_every_token_is_named_though_the_mean
     ids = np.arange(1, 101).reshape(1, 100)
     ones = np.ones_like(ids)
     with FakeTeacher() as math, FakeTeacher(constant) as code, router(math.address, code.address) as teachers:
-        reference = TeacherReference(teachers, TeacherConfig(overlap=False))
+        reference = TeacherReference(teachers, TeacherConfig())
         with pytest.raises(TeacherError, match=r"teacher 'code': the teacher gave the value -1.5"):
             reference.values(
                 input_ids_BS=ids,

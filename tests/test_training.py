@@ -3,6 +3,7 @@
 One run takes most of a minute, nearly all of it Ray and verl starting; so each run serves several claims.
 """
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import CHILD_ENV, ServerProcess, wait_until
-from digits_run import command, steps_of, train
+from digits_run import Recorder, command, steps_of, train, with_columns
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
 
 
 def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(distilled, prepared):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     folder = distilled[1] / "checkpoints" / "global_step_2" / "actor" / "huggingface"
     after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -85,6 +87,52 @@ def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_gr
     assert own[0]["actor/kl_loss"] < 1e-4
     # another teacher, another gradient: with this one it is the baseline's
     assert own[0]["actor/grad_norm"] == pytest.approx(baseline[0]["actor/grad_norm"], rel=1e-4, abs=1e-5)
+
+
+def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses(prepared, tmp_path):
+    """And trains by its top-k: reverse KL."""
+    hints = with_columns(prepared["train"], tmp_path / "train.parquet", lambda i, row: {"hint": hint(row)})
+    server = Recorder(prepared["teacher"], tmp_path / "teacher.log", "--cache-mb", "0")
+    try:
+        overrides = [f"teacher.address={server.wait_ready()}"]
+        overrides += [
+            "teacher.prompt_column=hint",
+            "teacher.system_prompt='99'",
+            "teacher.loss=reverse_kl_topk",
+            "teacher.topk=8",
+        ]
+        overrides += [f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", "trainer.val_before_train=False"]
+        done = train(prepared | {"train": hints}, tmp_path / "run", *overrides)
+        asked = server.asked()
+    finally:
+        server.end()
+    assert len(done) == 2
+    for data in done:
+        assert data["actor/opd/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/topk_loss"] > 0.05
+        assert 0.4 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 14 tokens
+        assert data["actor/grad_norm"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(prepared["teacher"])
+    seen = [
+        (
+            tokenizer.decode(row["ids"][: row["start"]]),
+            tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True),
+        )
+        for row in asked
+    ]
+    rollouts = [
+        json.loads(line)
+        for step in (1, 2)
+        for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+    ]
+    # a student's prompt is the question and a mark
+    expected = [(f"99{row['input'][:-1]}{row['gts']}=", row["output"]) for row in rollouts]
+    assert len(expected) == 64 and sorted(seen) == sorted(expected)
+
+
+def hint(row: dict) -> list[dict]:
+    """The question, and the right answer behind it."""
+    return [*row["prompt"], {"role": "user", "content": row["reward_model"]["ground_truth"]}]
 
 
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):

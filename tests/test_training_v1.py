@@ -4,13 +4,13 @@ One run takes most of a minute, nearly all of it Ray and verl starting; so each 
 """
 
 import json
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ServerProcess
-from digits_run import train, with_columns
+from conftest import CHILD_ENV
+from digits_run import Recorder, command, train, with_columns
 
 PROMPTS, RESPONSES = 6, 4  # in a step: 24 rows
 ROWS = PROMPTS * RESPONSES
@@ -23,22 +23,6 @@ SMALL = (
     "trainer.val_before_train=False",
 )
 WEIGHTS = {"math": 0.75, "code": 0.25}  # of the two teachers, for prompts that have both
-
-
-class Recorder:
-    """A teacher that writes down what it is asked (recording_scorer.py)."""
-
-    def __init__(self, model: Path, log: Path):
-        self.model = model
-        # without a cache: each row is asked about as often as it comes
-        self.server = ServerProcess(log, "--backend", "recording_scorer", "--model", str(model), "--cache-mb", "0")
-
-    def asked(self) -> list[dict]:
-        """Since the last call."""
-        path = self.model / "asked.jsonl"
-        lines = path.read_text().splitlines()
-        path.unlink()
-        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +43,14 @@ def other(prepared, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def teachers(prepared, other, tmp_path_factory):
     folder = tmp_path_factory.mktemp("teachers")
-    models = {"math": Path(prepared["teacher"]), "code": other}
-    recorders = {name: Recorder(model, folder / f"{name}.log") for name, model in models.items()}
+    models = {"math": prepared["teacher"], "code": other}
+    # without a cache: each row is asked about as often as it comes
+    recorders = {name: Recorder(model, folder / f"{name}.log", "--cache-mb", "0") for name, model in models.items()}
     for recorder in recorders.values():
-        recorder.server.wait_ready()
-        recorder.asked()  # what a server asks itself at its start
+        recorder.wait_ready()
     yield recorders
     for recorder in recorders.values():
-        recorder.server.end()
+        recorder.end()
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +61,9 @@ def routed(prepared, tmp_path_factory) -> dict:
     return prepared | {"train": with_columns(prepared["train"], path, lambda i, _: {"data_source": kinds[i % 3]})}
 
 
-def routes(address_of: Callable[[str], str], both: str) -> list[str]:
+def routes(addresses: dict[str, str], both: str) -> list[str]:
     return [
-        *(f"+teacher.teachers.{name}={address_of(name)}" for name in WEIGHTS),
+        *(f"+teacher.teachers.{name}={address}" for name, address in addresses.items()),
         *("+teacher.routes.sums=math", "+teacher.routes.programs=code", f"+teacher.routes.both={both}"),
     ]
 
@@ -89,8 +73,8 @@ class Sync:
 
     def __init__(self, routed: dict, teachers: dict[str, Recorder], run_dir: Path):
         both = str(WEIGHTS).replace("'", "")
-        addresses = routes(lambda name: teachers[name].server.address, both)
-        self.steps = train(routed, run_dir, *SMALL, *addresses, trainer="sync")
+        self.addresses = {name: recorder.address for name, recorder in teachers.items()}
+        self.steps = train(routed, run_dir, *SMALL, *routes(self.addresses, both), trainer="sync")
         self.asked = {name: recorder.asked() for name, recorder in teachers.items()}
         self.run_dir = run_dir
 
@@ -158,15 +142,45 @@ def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared, othe
     assert first["actor/kl_loss"] == pytest.approx(k3.mean(), rel=1e-3)
 
 
-def test_sync_leaves_what_run_opd_sh_goes_on_with(sync):
+def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only(sync, routed, teachers):
+    """Its last two steps train on the top-k as verl's own distillation does, without the bucket for what is left."""
     checkpoints = sync.run_dir / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
+    recorded = (checkpoints / "teacher.json").read_bytes()
+    assert set(json.loads(recorded)) == set(WEIGHTS)
+    swapped = {"math": teachers["code"].address, "code": teachers["math"].address}
+    overrides = [*SMALL, "trainer.total_training_steps=4"]
+    overrides += ["teacher.loss=forward_kl_topk", "teacher.topk=8", "teacher.tail=false"]
+    refused = subprocess.run(
+        command(routed, sync.run_dir, *overrides, *routes(swapped, "math"), trainer="sync"),
+        env=CHILD_ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 1
+    assert "had the teacher code" in refused.stderr.splitlines()[-1], refused.stderr[-3000:]
+
+    steps = train(routed, sync.run_dir, *overrides, *routes(sync.addresses, "math"), trainer="sync")
+    assert [data["training/global_step"] for data in steps] == [3, 4]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (checkpoints / "teacher.json").read_bytes() == recorded
+    for data in steps:
+        assert data["actor/opd/math/rows"] + data["actor/opd/code/rows"] == ROWS
+        assert data["actor/opd/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/topk_loss"] > 0.05
+        assert data["actor/grad_norm"] > 0
+        assert "actor/kl_loss" not in data
+    asked = {name: recorder.asked() for name, recorder in teachers.items()}
+    prompts = {name: {tuple(row["ids"][: row["start"]]) for row in rows} for name, rows in asked.items()}
+    before = {tuple(row["ids"][: row["start"]]) for rows in sync.asked.values() for row in rows}
+    assert not (prompts["math"] | prompts["code"]) & before  # the data goes on, too
 
 
 def test_colocate_async_trains_on_the_teachers_top_k(prepared, teachers, tmp_path):
     """On a CPU nothing is interrupted when training starts: the rollout goes on, and what it sends is used later."""
-    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8", f"teacher.address={teachers['math'].server.address}")
+    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8", f"teacher.address={teachers['math'].address}")
     steps = train(prepared, tmp_path / "colocate_async", *SMALL, *overrides, trainer="colocate_async")
     assert len(teachers["math"].asked()) == 2 * ROWS  # and not 2 * 32
     assert len(steps) == 2
