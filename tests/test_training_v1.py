@@ -41,16 +41,28 @@ def other(prepared, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teachers(prepared, other, tmp_path_factory):
+def start(prepared, other, tmp_path_factory):
+    """Start both teachers, as often as it is called."""
     folder = tmp_path_factory.mktemp("teachers")
-    models = {"math": prepared["teacher"], "code": other}
-    # without a cache: each row is asked about as often as it comes
-    recorders = {name: Recorder(model, folder / f"{name}.log", "--cache-mb", "0") for name, model in models.items()}
-    for recorder in recorders.values():
-        recorder.wait_ready()
-    yield recorders
-    for recorder in recorders.values():
+    started: list[Recorder] = []
+
+    def start(*args: str) -> dict[str, Recorder]:
+        models = {"math": prepared["teacher"], "code": other}
+        new = {name: Recorder(model, folder / f"{name}{len(started)}.log", *args) for name, model in models.items()}
+        started.extend(new.values())
+        for recorder in new.values():
+            recorder.wait_ready()
+        return new
+
+    yield start
+    for recorder in started:
         recorder.end()
+
+
+@pytest.fixture(scope="module")
+def teachers(start) -> dict[str, Recorder]:
+    """Without a cache: each row is asked about as often as it comes."""
+    return start("--cache-mb", "0")
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +85,8 @@ class Sync:
 
     def __init__(self, routed: dict, teachers: dict[str, Recorder], run_dir: Path):
         both = str(WEIGHTS).replace("'", "")
-        self.addresses = {name: recorder.address for name, recorder in teachers.items()}
-        self.steps = train(routed, run_dir, *SMALL, *routes(self.addresses, both), trainer="sync")
+        addresses = {name: recorder.address for name, recorder in teachers.items()}
+        self.steps = train(routed, run_dir, *SMALL, *routes(addresses, both), trainer="sync")
         self.asked = {name: recorder.asked() for name, recorder in teachers.items()}
         self.run_dir = run_dir
 
@@ -142,16 +154,20 @@ def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared, othe
     assert first["actor/kl_loss"] == pytest.approx(k3.mean(), rel=1e-3)
 
 
-def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only(sync, routed, teachers):
-    """Its last two steps train on the top-k as verl's own distillation does, without the bucket for what is left."""
+def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only(sync, routed, start):
+    """The same models, at other addresses. Its last two steps score rows while others are generated, and train on the
+    top-k as verl's own distillation does, without the bucket for what is left.
+    """
+    teachers = start()
+    addresses = {name: recorder.address for name, recorder in teachers.items()}
     checkpoints = sync.run_dir / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
     recorded = (checkpoints / "teacher.json").read_bytes()
     assert set(json.loads(recorded)) == set(WEIGHTS)
-    swapped = {"math": teachers["code"].address, "code": teachers["math"].address}
+    swapped = {"math": addresses["code"], "code": addresses["math"]}
     overrides = [*SMALL, "trainer.total_training_steps=4"]
-    overrides += ["teacher.loss=forward_kl_topk", "teacher.topk=8", "teacher.tail=false"]
+    overrides += ["teacher.loss=forward_kl_topk", "teacher.topk=8", "teacher.tail=false", "teacher.overlap=true"]
     refused = subprocess.run(
         command(routed, sync.run_dir, *overrides, *routes(swapped, "math"), trainer="sync"),
         env=CHILD_ENV,
@@ -162,12 +178,13 @@ def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only
     assert refused.returncode == 1
     assert "had the teacher code" in refused.stderr.splitlines()[-1], refused.stderr[-3000:]
 
-    steps = train(routed, sync.run_dir, *overrides, *routes(sync.addresses, "math"), trainer="sync")
+    steps = train(routed, sync.run_dir, *overrides, *routes(addresses, "math"), trainer="sync")
     assert [data["training/global_step"] for data in steps] == [3, 4]
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (checkpoints / "teacher.json").read_bytes() == recorded
     for data in steps:
         assert data["actor/opd/math/rows"] + data["actor/opd/code/rows"] == ROWS
+        assert data["actor/opd/cached_rows"] == ROWS  # all were scored before the trainer asked
         assert data["actor/opd/reverse_kl_k1"] > 0.05
         assert data["actor/opd/topk_loss"] > 0.05
         assert data["actor/grad_norm"] > 0
