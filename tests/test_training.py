@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import CHILD_ENV, ServerProcess, wait_until
 from digits_run import Recorder, command, steps_of, train, with_columns
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import opd.evaluate
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,6 @@ def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
 
 
 def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(distilled, prepared):
-    from transformers import AutoModelForCausalLM
-
     folder = distilled[1] / "checkpoints" / "global_step_2" / "actor" / "huggingface"
     after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     before = AutoModelForCausalLM.from_pretrained(prepared["student"]).state_dict()
@@ -91,7 +91,10 @@ def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_gr
 
 def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses(prepared, tmp_path):
     """Each one as soon as it is finished. And trains by its top-k: reverse KL."""
-    hints = with_columns(prepared["train"], tmp_path / "train.parquet", lambda i, row: {"hint": hint(row)})
+    hinted = {
+        split: with_columns(prepared[split], tmp_path / f"{split}.parquet", lambda i, row: {"hint": hint(row)})
+        for split in ("train", "val")
+    }
     server = Recorder(prepared["teacher"], tmp_path / "teacher.log")
     try:
         overrides = [f"teacher.address={server.wait_ready()}"]
@@ -103,8 +106,10 @@ def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses
             "teacher.overlap=true",
         ]
         overrides += [f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", "trainer.val_before_train=False"]
-        done = train(prepared | {"train": hints}, tmp_path / "run", *overrides)
+        done = train(prepared | hinted, tmp_path / "run", *overrides)
         asked = server.asked()
+        evaluated = evaluate(tmp_path / "run", prepared["student"])
+        asked_at_last = server.asked()
     finally:
         server.end()
     assert len(done) == 2
@@ -130,7 +135,19 @@ def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses
     # a student's prompt is the question and a mark
     expected = [(f"99{row['input'][:-1]}{row['gts']}=", row["output"]) for row in rollouts]
     assert len(expected) == 64 and set(seen) == set(expected)
+    # the KL at the end of a run is towards the same distribution
+    assert evaluated["kl"] > 0.05 and evaluated["kl_prompts"] == 16
+    prompts = {tokenizer.decode(row["ids"][: row["start"]]) for row in asked_at_last}
+    assert len(prompts) == 16 and all(p[:2] == "99" and p[8:-1] == p[7:1:-1] for p in prompts)
     assert len(asked) == len({tuple(row["ids"]) for row in asked})  # two equal responses are one question
+
+
+def evaluate(run_dir: Path, student: str | Path) -> dict:
+    """As run_opd.sh does at the end, on fewer prompts."""
+    out = run_dir / "evaluation.json"
+    arguments = ["--config", str(run_dir / "config.yaml"), "--models", str(student), "--limit", "16", "--out", str(out)]
+    assert opd.evaluate.main(arguments) == 0
+    return json.loads(out.read_text())[0]
 
 
 def hint(row: dict) -> list[dict]:
@@ -141,7 +158,8 @@ def hint(row: dict) -> list[dict]:
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):
     """Killed after the first step, restarted on the same port: every step has real values, and no zeros.
 
-    It is also the run of the policy gradient, without the task's reward, at a coefficient that halves.
+    It is also the run of the policy gradient, without the task's reward, at a coefficient that halves; and of a LoRA
+    student, whose checkpoint is a model that can be loaded.
     """
     port = free_port()
     teacher = [sys.executable, "-m", "opd.teacher_server", "--model", prepared["teacher"]]
@@ -150,6 +168,7 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
     first = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
     overrides = ["teacher.loss=policy_gradient", "algorithm.adv_estimator=opd"]
     overrides += ["teacher.coef_schedule=linear", "teacher.coef_end=0.5", "trainer.total_training_steps=4"]
+    overrides += ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"]
     trainer = subprocess.Popen(
         command(prepared, run_dir, f"teacher.address=tcp://127.0.0.1:{port}", *overrides),
         env=CHILD_ENV,
@@ -165,6 +184,8 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
         second = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
         try:
             assert trainer.wait(300) == 0
+            checkpoint = run_dir / "checkpoints" / "global_step_4" / "actor" / "huggingface"
+            before, after = evaluate(run_dir, prepared["student"]), evaluate(run_dir, checkpoint)
         finally:
             second.terminate()
             second.wait(20)
@@ -178,6 +199,13 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
             assert data["critic/advantages/max"] == 0  # verl's metric is of the task's
             assert data["actor/grad_norm"] > 0
             assert "actor/kl_loss" not in data
+        # random weights would be much further away, and the base's no nearer
+        assert 0.05 < after["kl"] < before["kl"] - 0.001
+        trained = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+        base = AutoModelForCausalLM.from_pretrained(prepared["student"]).state_dict()
+        assert trained.keys() == base.keys()
+        changed = {name for name in base if not trained[name].equal(base[name])}
+        assert changed == {name for name in base if "_proj." in name}  # the layers that have adapters, and no others
     finally:
         for process in (first, trainer):
             process.kill()
