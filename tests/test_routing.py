@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import wait_until
 from fake_teacher import FakeTeacher, honest_values
 from omegaconf import OmegaConf
 
@@ -118,6 +119,25 @@ def test_teachers_are_asked_at_the_same_time():
         np.testing.assert_allclose(values, -row[start:] / 1000, atol=1e-7)
         assert values.dtype == np.float32
     assert scores.stats.rows == 5  # one of the four was asked about twice
+
+
+def test_what_was_asked_ahead_is_found_at_the_replica_that_has_it(teacher_server):
+    servers = [teacher_server() for _ in range(3)]
+    rows = [np.array([prompt, 7, 8, 9], np.int32) for prompt in range(10, 22)]
+    values = ["gsm8k", "both"] * 6
+    with router(f"{servers[0].address},{servers[1].address}", servers[2].address) as teachers:
+        assert teachers.prefetch(rows, [1] * 12, values=values) == (18, 18)
+
+        def num_scored() -> int:
+            math, code = teachers.clients["math"], teachers.clients["code"]
+            asked = [math.info(servers[0].address), math.info(servers[1].address), code.info()]
+            return sum(info.counters.rows for info in asked)
+
+        wait_until(lambda: num_scored() == 18, 20)
+        found = teachers.score(rows, [1] * 12, values=values, prefetched=True)
+        assert found.scores.stats.cached == num_scored() == 18
+        with pytest.raises(TeacherError, match="row 0 has data_source='poems'"):
+            teachers.prefetch(rows[:1], [1], values=["poems"])
 
 
 def test_one_deadline_for_all_and_the_first_failure_ends_the_call():
