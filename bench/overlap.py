@@ -33,6 +33,7 @@ from common import print_result, servers
 from opd.client import Scores, TeacherClient
 from opd.overlap import PrefetchThread
 from opd.scoring.oracle import oracle_logprobs
+from opd.teachers import Teachers
 
 PROMPTS, PER_PROMPT, PROMPT, LONGEST, VOCAB = 64, 8, 200, 2048, 1000
 MEDIAN, SIGMA = 300, 0.8  # of the responses' lengths
@@ -96,7 +97,7 @@ def main() -> None:
     cached: list[int] = []
     with servers(1, *arguments) as (addresses, _), TeacherClient(addresses) as client:
         client.wait_until_ready(60.0)
-        with PrefetchThread(addresses) as thread:
+        with PrefetchThread(Teachers(TeacherClient(addresses))) as thread:
             for number in range(args.rounds):
                 rows = make_rows(lengths, 2 * number)
                 seconds, scores = exposed(client, rows, prefetched=False)

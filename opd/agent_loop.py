@@ -2,7 +2,8 @@
 
 `_agent_loop_postprocess` is where a worker of either trainer gets the ids of a finished response, before they are
 padded (V0) or stored in TransferQueue (V1, opd/agent_loop_v1.py). Neither changes them afterwards, so they are the very
-ids that the trainer will ask the teacher about. Chosen by verl's `rollout.agent.agent_loop_manager_class` when
+ids that the trainer will ask the teacher about. With them come the columns of the data, among them those that say which
+teacher, and which prompt for it, the row has. Chosen by verl's `rollout.agent.agent_loop_manager_class` when
 `teacher.overlap` is on (opd/config.py manager_class).
 
 Not covered: REMAX's greedy baselines, which are prefetched although nobody asks about them later.
@@ -15,8 +16,9 @@ from typing import Any
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 
-from opd.config import addresses, teacher_loss
+from opd.config import teacher_loss
 from opd.overlap import PrefetchThread
+from opd.teachers import teachers_of
 
 
 class OverlapWorker(AgentLoopWorker):
@@ -24,18 +26,17 @@ class OverlapWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        teacher = self.config.teacher
         self.prefetch_thread = PrefetchThread(
-            addresses(teacher),
+            # with a tokenizer of its own: verl's is at work in other threads, and Rust's refuse two at once
+            teachers_of(self.config),
             topk=teacher_loss(self.config).settings.topk,
             temperature=float(self.config.actor_rollout_ref.rollout.temperature),
-            max_tokens_per_request=teacher.max_tokens_per_request,
         )
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         if not validate:  # nobody asks the teacher about a validation
             for each in output if isinstance(output, list) else [output]:
-                self.prefetch_thread.add(each.prompt_ids, each.response_ids)
+                self.prefetch_thread.add(each.prompt_ids, each.response_ids, kwargs)
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
 

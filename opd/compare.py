@@ -92,7 +92,10 @@ def table(runs: list[Run]) -> str:
     for run in runs:
         r, rewarded, length = run.result, rewarded_steps(run), response_length(run)
         cells = [run.name, str(r["steps"])]
-        cells += [f"{r[key]:.3f}" for key in ("accuracy_before", "accuracy_after", "kl_before", "kl_after")]
+        cells += [
+            "-" if r[key] is None else f"{r[key]:.3f}"
+            for key in ("accuracy_before", "accuracy_after", "kl_before", "kl_after")
+        ]
         cells += [f"{rewarded[-1][1]:.0f}" if rewarded else "-", f"{length[-1][1]:.2f}" if length else "-"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -116,7 +116,6 @@ def check(config: DictConfig) -> None:
             f"teacher.max_neutral_fraction={teacher.max_neutral_fraction} is a share of a batch's rows: use 0 to 1"
         )
     _check_teachers(config)
-    _check_overlap(teacher)
     for key in ("timeout_s", "ready_timeout_s", "max_tokens_per_request"):
         if not 0 < teacher[key] < math.inf:
             raise ConfigError(f"teacher.{key}={teacher[key]} must be positive and finite")
@@ -151,19 +150,6 @@ def _check_teachers(config: DictConfig) -> None:
             f"teacher.routes[{averaged[0]!r}] has several teachers, and with {how} the loss towards the mean of their "
             "log-probs is not the weighted sum of the losses towards each: use k3+, k2 or k1+ with loss=sampled, "
             f"loss={POLICY_GRADIENT}, or one teacher for each row"
-        )
-
-
-def _check_overlap(teacher: DictConfig) -> None:
-    """What is sent ahead has to be what is asked later, and the agent loops know of one teacher and one prompt only."""
-    if not teacher.overlap:
-        return
-    keys = ("teachers", "system_prompt", "prompt_column", "chat_template")
-    given = [f"teacher.{key}" for key in keys if teacher[key]]
-    if given:
-        raise ConfigError(
-            f"teacher.overlap=true with {', '.join(given)}: finished rows would be sent ahead to teacher.address, with "
-            "the student's prompt. Set teacher.overlap=false"
         )
 
 

@@ -1,7 +1,9 @@
 """Measure students against the task and the teacher: `python -m opd.evaluate --config FILE --models DIR --out FILE`.
 
 Per model, on held-out prompts: greedy accuracy by the recipe's own reward, and the reverse KL to the teacher on
-responses that this very model samples at temperature 1 (on-policy). Writes one JSON list, one object per model.
+responses that this very model samples at temperature 1 (on-policy). The teacher is that of the training: of several the
+one, or the weighted mean, that a prompt's column asks for, and with a prompt of its own where it has one. Writes one
+JSON list, one object per model.
 
 Shapes: B prompts of one batch, P prompt columns, S all columns, V vocabulary.
 """
@@ -25,9 +27,11 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opd import kl
-from opd.client import TeacherClient
-from opd.config import addresses
+from opd.align import Rows
 from opd.errors import ConfigError, OPDError
+from opd.routing import Router
+from opd.teacher_prompt import RAW_PROMPT
+from opd.teachers import Teachers, teachers_of
 
 logger = logging.getLogger(__name__)
 Sampled = tuple[list[int], list[int]]  # prompt ids, response ids
@@ -43,44 +47,92 @@ def load_reward(path: Path, name: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
+def load_model(folder: str, *, dtype: torch.dtype) -> Any:
+    """A student.
+
+    Raises:
+        ConfigError: weights that are missing from its files, which transformers would make up.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model, info = loaded
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"{folder} lacks {len(info['missing_keys'])} of the model's weights, like {min(info['missing_keys'])}: it "
+            "would be measured with random ones. If it is a LoRA student's, merge its adapter with peft first"
+        )
+    return model
+
+
 class Evaluation:
     """Held-out rows, their reward and the teacher, ready for one model after the other."""
 
-    def __init__(self, args: argparse.Namespace, config: Any, teacher: TeacherClient):
+    def __init__(self, args: argparse.Namespace, config: Any, teachers: Teachers):
         self.args = args
-        self.teacher = teacher
+        self.teachers = teachers
         self.timeout_s = config.teacher.timeout_s
         reward = config.reward.custom_reward_function
         self.reward = load_reward(Path(reward.path), reward.name)
+        self.prompt_key = config.data.prompt_key
         self.rows = pd.read_parquet(config.data.val_files).to_dict("records")[: args.limit]
+        self.taught_rows = self._taught_rows()
         self.max_response_length = config.data.max_response_length
         self.template_kwargs: dict[str, Any] = dict(config.data.apply_chat_template_kwargs)
+        self.chat_template = config.actor_rollout_ref.model.get("custom_chat_template")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def measure(self, folder: str) -> dict[str, Any]:
         """Accuracy and KL of one model."""
         start_s = time.monotonic()
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if self.chat_template is not None:
+            tokenizer.chat_template = self.chat_template  # as in training
+        model: Any = load_model(folder, dtype=torch.bfloat16 if self.device == "cuda" else torch.float32)
         model = model.to(self.device).eval()
         greedy = self._generate(model, tokenizer, self.rows, do_sample=False)
         accuracy = np.mean([self._score(tokenizer, row, ids) for row, (_, ids) in zip(self.rows, greedy, strict=True)])
         torch.manual_seed(self.args.seed)
-        sampled = self._generate(model, tokenizer, self.rows * self.args.samples, do_sample=True)
-        student_T, teacher_T = self._log_probs(model, sampled)
+        result = {"model": folder, "accuracy": float(accuracy), "prompts": len(self.rows)}
+        result |= self._kl(model, tokenizer)
+        logger.info("%s: %s (%.1f s)", folder, result, time.monotonic() - start_s)
+        return result
+
+    def _kl(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        rows = self.taught_rows * self.args.samples
+        if not rows:
+            return {"kl": None, "kl_k3": None, "kl_prompts": 0}
+        sampled = self._generate(model, tokenizer, rows, do_sample=True)
+        student_T, teacher_T = self._log_probs(model, sampled, rows)
         estimates = kl.estimates(student_T, teacher_T)
-        result = {
-            "model": folder,
-            "accuracy": float(accuracy),
+        return {
             "kl": estimates["opd/reverse_kl_k1"],
             "kl_k3": estimates["opd/reverse_kl_k3"],
-            "prompts": len(self.rows),
+            "kl_prompts": len(self.taught_rows),
             "kl_tokens": len(student_T),
             "mean_response_length": len(student_T) / len(sampled),
         }
-        logger.info("%s: %s (%.1f s)", folder, result, time.monotonic() - start_s)
-        return result
+
+    def _taught_rows(self) -> list[dict]:
+        """Those that a teacher can be asked about; training looked at the columns of its own data only."""
+        lacking = [name for name in self._columns().values() if any(name not in row for row in self.rows)]
+        if lacking:
+            logger.warning("no KL is measured: the held-out data has no column %r, which the teacher needs", lacking[0])
+            return []
+        client = self.teachers.client
+        if not isinstance(client, Router):
+            return self.rows
+        rows = [row for row in self.rows if str(row[client.route_by]) in client.routes]
+        if len(rows) < len(self.rows):
+            logger.warning(
+                "the KL is measured on %d of %d prompts: the others have a %s without a teacher",
+                len(rows),
+                len(self.rows),
+                client.route_by,
+            )
+        return rows
+
+    def _columns(self) -> dict[str, str]:
+        """What a question needs of the data, and what the file calls it."""
+        return {name: self.prompt_key if name == RAW_PROMPT else name for name in self.teachers.data_columns}
 
     @torch.inference_mode()
     def _generate(
@@ -99,7 +151,7 @@ class Evaluation:
             batch = rows[begin : begin + self.args.batch_size]
             prompts = [
                 tokenizer.apply_chat_template(
-                    list(row["prompt"]),
+                    list(row[self.prompt_key]),
                     add_generation_prompt=True,
                     tokenize=True,
                     return_dict=False,
@@ -132,17 +184,19 @@ class Evaluation:
         return float(value)
 
     @torch.inference_mode()
-    def _log_probs(self, model: Any, sampled: list[Sampled]) -> tuple[np.ndarray, np.ndarray]:
+    def _log_probs(self, model: Any, sampled: list[Sampled], data: list[dict]) -> tuple[np.ndarray, np.ndarray]:
         """The student's and the teacher's log-probs of all sampled response tokens."""
         rows = [np.array(prompt + response, dtype=np.int32) for prompt, response in sampled]
-        starts = [len(prompt) for prompt, _ in sampled]
-        teacher = self.teacher.score(rows, starts, timeout_s=self.timeout_s).logprobs
+        starts = np.array([len(prompt) for prompt, _ in sampled])
+        columns = {name: [row[column] for row in data] for name, column in self._columns().items()}
+        batch = Rows(rows, starts, np.array([len(response) for _, response in sampled]))
+        teacher = self.teachers.score(batch, columns, timeout_s=self.timeout_s).scores.logprobs
         student: list[np.ndarray] = []
         for begin in range(0, len(rows), self.args.batch_size):
-            batch, from_ = rows[begin : begin + self.args.batch_size], starts[begin : begin + self.args.batch_size]
-            width = max(map(len, batch))
-            ids_BS = np.zeros((len(batch), width), dtype=np.int64)  # right-padded: causal rows never look there
-            for i, row in enumerate(batch):
+            chunk, from_ = rows[begin : begin + self.args.batch_size], starts[begin : begin + self.args.batch_size]
+            width = max(map(len, chunk))
+            ids_BS = np.zeros((len(chunk), width), dtype=np.int64)  # right-padded: causal rows never look there
+            for i, row in enumerate(chunk):
                 ids_BS[i, : len(row)] = row
             ids = torch.from_numpy(ids_BS).to(self.device)
             logits_BSV = model(input_ids=ids).logits[:, :-1].float()
@@ -150,7 +204,7 @@ class Evaluation:
             # column i - 1 holds log p(ids[i] | ids[:i])
             student += [
                 logprobs_BS[i, start - 1 : len(row) - 1]
-                for i, (row, start) in enumerate(zip(batch, from_, strict=True))
+                for i, (row, start) in enumerate(zip(chunk, from_, strict=True))
             ]
         return np.concatenate(student), np.concatenate([values for values in teacher if values is not None])
 
@@ -173,10 +227,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        config = OmegaConf.load(args.config)
-        with TeacherClient(addresses(config.teacher)) as teacher:
-            teacher.wait_until_ready(config.teacher.ready_timeout_s)
-            evaluation = Evaluation(args, config, teacher)
+        config: Any = OmegaConf.load(args.config)
+        with teachers_of(config) as teachers:
+            teachers.wait_until_ready(config.teacher.ready_timeout_s)
+            evaluation = Evaluation(args, config, teachers)
             args.out.write_text(json.dumps([evaluation.measure(folder) for folder in args.models], indent=1))
     except OPDError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         # verl's "file" logger; the Ray processes of a local cluster inherit it
         os.environ["VERL_FILE_LOGGER_PATH"] = str(fresh_metrics(args.run_dir.resolve()))
         teacher = shake_hands(config)  # before Ray starts: what is wrong with the teacher is said in seconds
-        teacher.client.close()
+        teacher.teachers.close()
         keep_teachers(config.trainer, teacher.models)
         run(config, cpu=cpu)
     except KeyboardInterrupt:

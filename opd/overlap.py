@@ -2,7 +2,8 @@
 
 The processes that run verl's agent loops call `PrefetchThread.add` (opd/agent_loop.py); a thread of its own sends what
 came within a moment as one `prefetch`. The teacher scores the rows when nobody waits for it and keeps the values; the
-trainer's `score` of the same ids then finds them (opd/reference.py), and waits only for what is not done yet.
+trainer's `score` of the same ids then finds them (opd/reference.py), and waits only for what is not done yet. Who is
+asked, and with which prompt, is found out by the code that the trainer asks through (opd/teachers.py).
 
 All of it is best effort: a row that gets lost here is scored when the trainer asks for it, as without any of this.
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from opd.client import TeacherClient
+from opd.align import Rows
 from opd.errors import OPDError
+from opd.teachers import Teachers
 
 logger = logging.getLogger(__name__)
 
@@ -27,48 +30,50 @@ GATHER_S = 0.05  # rows that finish within this time travel together
 CLOSE_S = 5.0  # a prefetch under way ends by itself after 2 s
 
 
+class Finished(NamedTuple):
+    """A row as the agent loop leaves it."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    data_columns: dict[str, Any]
+
+
 class PrefetchThread:
     """Sends rows that are finished ahead of the trainer. Use it as a context manager, or call `close`.
 
     Args:
-        addresses: of the teacher's replicas, as the trainer writes them.
+        teachers: those of the trainer; the thread's to close.
         topk, temperature: as in the `score` to come; another value of either is another question.
-        max_tokens_per_request: as for TeacherClient.
-
-    Raises:
-        ConfigError: as TeacherClient.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        *,
-        topk: int = 0,
-        temperature: float = 1.0,
-        max_tokens_per_request: int = 65_536,
-    ):
-        self.taken = 0  # rows that teachers said they would score
-        self._client = TeacherClient(addresses, max_tokens_per_request=max_tokens_per_request)
+    def __init__(self, teachers: Teachers, *, topk: int = 0, temperature: float = 1.0):
+        self.taken = 0  # questions that teachers said they would answer; a row is one to each of its teachers
+        self._teachers = teachers
         self._topk, self._temperature = topk, temperature
-        self._rows: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._rows: list[Finished] = []
         self._wake = threading.Condition()
         self._closed = False
         self._complained = False
         self._thread = threading.Thread(target=self._run, name="opd-prefetch", daemon=True)
         self._thread.start()
 
-    def add(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
+    def add(
+        self, prompt_ids: Sequence[int], response_ids: Sequence[int], data_columns: Mapping[str, Any] | None = None
+    ) -> None:
         """Hand over a finished row; returns at once, whatever the teacher does.
 
         Args:
             prompt_ids, response_ids: exactly the ids that the trainer will ask about, tool tokens included. Not to be
                 changed afterwards.
+            data_columns: the row's values of the data; those are kept that say who is asked what.
         """
         if not len(prompt_ids) or not len(response_ids):
             return  # nothing to score
+        given = data_columns or {}
+        kept = {name: given[name] for name in self._teachers.data_columns if name in given}
         with self._wake:
             if not self._closed:
-                self._rows.append((prompt_ids, response_ids))
+                self._rows.append(Finished(prompt_ids, response_ids, kept))
                 self._wake.notify()
 
     def close(self) -> None:
@@ -86,7 +91,7 @@ class PrefetchThread:
 
     def _run(self) -> None:
         try:
-            with self._client:
+            with self._teachers:
                 while rows := self._next():
                     self._send(rows)
         finally:
@@ -94,7 +99,7 @@ class PrefetchThread:
                 self._closed = True  # nobody takes rows any more, so none must pile up
                 self._rows.clear()
 
-    def _next(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+    def _next(self) -> list[Finished]:
         """What came within a moment after the first row; empty when it is time to end."""
         with self._wake:
             self._wake.wait_for(lambda: self._rows or self._closed)
@@ -102,17 +107,22 @@ class PrefetchThread:
             rows, self._rows = self._rows, []
             return [] if self._closed else rows
 
-    def _send(self, rows: list[tuple[Sequence[int], Sequence[int]]]) -> None:
+    def _send(self, rows: list[Finished]) -> None:
+        names = [name for name in self._teachers.data_columns if all(name in row.data_columns for row in rows)]
+        columns = {name: [row.data_columns[name] for row in rows] for name in names}
         try:
-            ids = [np.array([*prompt, *response], dtype=np.int32) for prompt, response in rows]
-            starts = [len(prompt) for prompt, _ in rows]
-            taken = self._client.prefetch(ids, starts, topk=self._topk, temperature=self._temperature)
+            batch = Rows(
+                [np.array([*row.prompt_ids, *row.response_ids], dtype=np.int32) for row in rows],
+                np.array([len(row.prompt_ids) for row in rows]),
+                np.array([len(row.response_ids) for row in rows]),
+            )
+            taken, asked = self._teachers.prefetch(batch, columns, topk=self._topk, temperature=self._temperature)
         except (OPDError, ValueError, OverflowError) as e:  # the trainer will ask too, and raise what has to be raised
             self._complain(f"{len(rows)} rows were not prefetched: {e}")
             return
         self.taken += taken
-        if taken < len(rows):
-            self._complain(f"the teacher took {taken} of {len(rows)} rows to prefetch")
+        if taken < asked:
+            self._complain(f"teachers took {taken} of {asked} rows to prefetch")
 
     def _complain(self, what: str) -> None:
         """Once; the metric opd/cached_rows says how it goes on."""

@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd import kl, routing
-from opd.align import Rows, to_padded, to_rows, topk_to_padded
+from opd.align import to_padded, to_rows, topk_to_padded
 from opd.client import Scores, TeacherClient
 from opd.coefficient_record import CoefficientRecord, Line
 from opd.errors import ConfigError, TeacherError
 from opd.loss.schedule import Coefficient
 from opd.loss.settings import LOSS, SAMPLED, TOPK_IDS, TOPK_LOGPROBS, WEIGHTS, LossSettings, TeacherLoss
 from opd.loss.weights import token_weights
-from opd.routing import DEFAULT, Part, Router
+from opd.routing import Router
 from opd.teacher_prompt import TeacherPrompt
+from opd.teachers import Teachers
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +66,14 @@ class TeacherReference:
         prompts: TeacherPrompt | None = None,
         record: CoefficientRecord | None = None,
     ):
-        self.client = client
+        self.teachers = Teachers(client, prompts)
         self.config = config
         self.temperature = temperature
         self.loss = loss or TeacherLoss(LossSettings(), Coefficient("constant", 1.0), kl_type="k3+")
-        self.prompts = prompts
         self.record = record
         self.first = True
         self.complained = False
-        ready = client.wait_until_ready(config.ready_timeout_s)
-        self.models = ready if isinstance(ready, dict) else {DEFAULT: ready}
+        self.models = self.teachers.wait_until_ready(config.ready_timeout_s)
         self.vocab_size = max(model.vocab_size for model in self.models.values())
         # an id that one of the teachers does not know has no value there
         self.num_known_ids = min(model.vocab_size for model in self.models.values())
@@ -105,8 +104,7 @@ class TeacherReference:
     @property
     def data_columns(self) -> tuple[str, ...]:
         """Columns of the data that `values` needs beside the batch's tensors; none with one teacher and no prompts."""
-        routed = [self.client.route_by] if isinstance(self.client, Router) else []
-        return tuple(dict.fromkeys([*routed, *(self.prompts.columns if self.prompts is not None else ())]))
+        return self.teachers.data_columns
 
     def values(
         self,
@@ -145,7 +143,16 @@ class TeacherReference:
                 f"teacher.topk_from={self.config.topk_from}, but the trainer gave "
                 f"{'no ids' if student_ids is None else 'ids'} of the student's choice"
             )
-        scores, parts = self._ask(batch, data_columns or {}, student_ids, return_row_errors=neutral_allowed)
+        scores, parts = self.teachers.score(
+            batch,
+            data_columns or {},
+            topk=self.topk,
+            candidates=student_ids,
+            temperature=self.temperature,
+            timeout_s=self.config.timeout_s,
+            return_row_errors=neutral_allowed,
+            prefetched=self.config.overlap,
+        )
         self._refuse_too_many(scores.row_errors, len(batch.rows))
         ref_BR = to_padded(scores.logprobs, batch.response_lengths, fill_BR=old_BR, allow_missing=neutral_allowed)
         neutral_rows = [error.row for error in scores.row_errors]
@@ -195,35 +202,6 @@ class TeacherReference:
             self.loss.coefficient.observe(kl)
         if self.record is not None:
             self.record.write(Line(step, coef, kl, self.loss.coefficient.at(step + 1)))
-
-    def _ask(
-        self,
-        batch: Rows,
-        data_columns: Mapping[str, Sequence[Any]],
-        student_ids: Sequence[np.ndarray] | None,
-        *,
-        return_row_errors: bool,
-    ) -> tuple[Scores, dict[str, Part]]:
-        """The values of a batch; with several teachers also what each of them said."""
-        missing = [name for name in self.data_columns if name not in data_columns]
-        if missing:
-            raise TeacherError(
-                f"the batch has no column {missing[0]!r}, which teacher.route_by or a prompt for the teacher needs; "
-                f"it has {', '.join(data_columns) or 'none'}"
-            )
-        if self.prompts is not None:
-            batch = self.prompts.replace(batch, data_columns)
-        arguments: dict[str, Any] = {
-            "topk": self.topk,
-            "candidates": student_ids,
-            "temperature": self.temperature,
-            "timeout_s": self.config.timeout_s,
-            "return_row_errors": return_row_errors,
-        }
-        if isinstance(self.client, Router):
-            routed = self.client.score(batch.rows, batch.starts, values=data_columns[self.client.route_by], **arguments)
-            return routed.scores, routed.parts
-        return self.client.score(batch.rows, batch.starts, prefetched=self.config.overlap, **arguments), {}
 
     def _weights(self, counts_BR: np.ndarray, neutral_rows: list[int]) -> dict[str, np.ndarray]:
         """Decided by the configuration, not by the batch: all steps of a run then take the same way to the gradient."""

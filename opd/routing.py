@@ -127,12 +127,13 @@ class Router:
         temperature: float = 1.0,
         timeout_s: float = 600.0,
         return_row_errors: bool = False,
+        prefetched: bool = False,
     ) -> Routed:
         """Ask each row's teachers, all teachers at the same time and under one deadline.
 
         Args:
             values: of the column `route_by`, one for each row.
-            rows, starts, topk, candidates, temperature, timeout_s, return_row_errors: as TeacherClient.score.
+            rows and the others: as TeacherClient.score.
 
         Returns:
             A row that any of its teachers could not score has no value: the mean would be another one without it.
@@ -141,8 +142,7 @@ class Router:
             TeacherError: a row whose value has no route, or several teachers for a row with topk or candidates; and as
                 TeacherClient.score, of whichever teacher fails first.
         """
-        routes = self._routes_of(values, len(rows), alone=bool(topk) or candidates is not None)
-        mine = {name: [row for row, route in enumerate(routes) if name in route] for name in self.clients}
+        routes, mine = self._share_out(values, len(rows), alone=bool(topk) or candidates is not None)
 
         def ask(name: str) -> Callable[[], tuple[Scores, float]]:
             def call() -> tuple[Scores, float]:
@@ -155,6 +155,7 @@ class Router:
                     temperature=temperature,
                     timeout_s=timeout_s,
                     return_row_errors=True,
+                    prefetched=prefetched,
                 )
                 return scores, time.monotonic() - began
 
@@ -169,6 +170,43 @@ class Router:
             logprobs, seconds = (answers[name][0].logprobs, answers[name][1]) if name in answers else ([], 0.0)
             parts[name] = Part(client_rows, logprobs, seconds, self._models[name].vocab_size)
         return Routed(scores, parts)
+
+    def prefetch(
+        self,
+        rows: Sequence[np.ndarray],
+        starts: Sequence[int] | np.ndarray,
+        *,
+        values: Sequence[Any],
+        topk: int = 0,
+        temperature: float = 1.0,
+    ) -> tuple[int, int]:
+        """Ask each row's teachers ahead, as TeacherClient.prefetch; all arguments as in the `score` to come.
+
+        Returns:
+            How many questions the teachers took, and how many there were; a row is one to each of its teachers.
+
+        Raises:
+            TeacherError: as score.
+        """
+        _, mine = self._share_out(values, len(rows), alone=bool(topk))
+
+        def ask(name: str) -> Callable[[], int]:
+            return lambda: self.clients[name].prefetch(
+                [rows[row] for row in mine[name]],
+                [int(starts[row]) for row in mine[name]],
+                topk=topk,
+                temperature=temperature,
+            )
+
+        taken = _at_once({name: ask(name) for name in self.clients if mine[name]})
+        return sum(taken.values()), sum(map(len, mine.values()))
+
+    def _share_out(
+        self, values: Sequence[Any], num_rows: int, *, alone: bool
+    ) -> tuple[list[Route], dict[str, list[int]]]:
+        """The route of each row, and the rows of each teacher."""
+        routes = self._routes_of(values, num_rows, alone=alone)
+        return routes, {name: [row for row, route in enumerate(routes) if name in route] for name in self.clients}
 
     def _routes_of(self, values: Sequence[Any], num_rows: int, *, alone: bool) -> list[Route]:
         if len(values) != num_rows:

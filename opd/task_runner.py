@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from opd.coefficient_record import open_record
-from opd.config import manager_class, routes, teacher_loss, teachers
+from opd.config import manager_class, teacher_loss
 from opd.data_files import read_columns
-from opd.routing import DEFAULT, Router
-from opd.teacher_prompt import RAW_PROMPT, TeacherPrompt, read_template
+from opd.routing import Router
+from opd.teacher_prompt import RAW_PROMPT, TeacherPrompt
 from opd.teacher_record import keep_teachers
+from opd.teachers import teachers_of
 
 if TYPE_CHECKING:  # verl is slow to import, and opd.cpu has to come first
     from opd.handshake import Student
@@ -32,7 +33,6 @@ def make_task_runner(config: DictConfig, *, cpu: bool) -> Any:
 
 def shake_hands(config: DictConfig) -> TeacherReference:
     """Wait for the teacher, check it against the student, and return it as the trainers use it."""
-    from opd.client import TeacherClient
     from opd.handshake import check_teacher, read_student
     from opd.reference import TeacherReference
 
@@ -43,47 +43,27 @@ def shake_hands(config: DictConfig) -> TeacherReference:
         temperature=float(rollout.temperature),
     )
     settings = config.teacher
-    prompts = _teacher_prompts(config, student.tokenizer)
-    router = Router(
-        {
-            name: TeacherClient(where, max_tokens_per_request=settings.max_tokens_per_request)
-            for name, where in teachers(settings).items()
-        },
-        routes(settings),
-        route_by=settings.route_by,
-    )
+    teachers = teachers_of(config, tokenizer=student.tokenizer)
     try:
-        models = router.wait_until_ready(settings.ready_timeout_s)
-        student = _with_teachers_prompts(config, student, prompts, min(model.max_length for model in models.values()))
+        models = teachers.wait_until_ready(settings.ready_timeout_s)
+        shortest = min(model.max_length for model in models.values())
+        student = _with_teachers_prompts(config, student, teachers.prompts, shortest)
         for name, model in models.items():
-            check_teacher(model, student, router.clients[name].vocabulary)
-        if settings.teachers:
+            check_teacher(model, student, teachers.clients[name].vocabulary)
+        if isinstance(teachers.client, Router):
             columns = read_columns(config.data, [settings.route_by])
             if columns is not None:
-                router.check_values(columns[settings.route_by], "data.train_files")
-        # one teacher needs no column that says so
-        client = router if settings.teachers else router.clients[DEFAULT]
-        loss = teacher_loss(config)
-        return TeacherReference(client, settings, temperature=student.temperature, loss=loss, prompts=prompts)
+                teachers.client.check_values(columns[settings.route_by], "data.train_files")
+        return TeacherReference(
+            teachers.client,
+            settings,
+            temperature=student.temperature,
+            loss=teacher_loss(config),
+            prompts=teachers.prompts,
+        )
     except BaseException:
-        router.close()
+        teachers.close()
         raise
-
-
-def _teacher_prompts(config: DictConfig, tokenizer: Any) -> TeacherPrompt | None:
-    teacher = config.teacher
-    if teacher.system_prompt is None and teacher.prompt_column is None and teacher.chat_template is None:
-        return None
-    custom = config.actor_rollout_ref.model.get("custom_chat_template")
-    if custom is not None:
-        tokenizer.chat_template = custom  # as verl does for the student
-    return TeacherPrompt(
-        tokenizer,
-        system_prompt=teacher.system_prompt,
-        prompt_column=teacher.prompt_column,
-        chat_template=None if teacher.chat_template is None else read_template(teacher.chat_template),
-        template_arguments=config.data.get("apply_chat_template_kwargs"),
-    )
 
 
 def _with_teachers_prompts(

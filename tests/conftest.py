@@ -88,6 +88,14 @@ class ServerProcess:
             self.popen.wait(5)
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The digits recipe's models and data, for whole runs (digits_run.py)."""
+    import digits_run
+
+    return digits_run.prepare(tmp_path_factory.mktemp("digits") / "prepared")
+
+
 @pytest.fixture
 def start_teacher(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     """Start servers by their command line; does not wait for anything."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+from plain_scorer import plain_info, plain_values
 
 from opd.errors import RowError
 from opd.scoring.scorer import LoadOptions, Row, RowScores
@@ -43,7 +43,7 @@ class MoodyScorer:
         return [self._one(row) for row in rows]
 
     def _one(self, row: Row) -> RowScores:
-        values = -(row.ids + np.arange(len(row.ids)) / 1000)[row.start :].astype(np.float32)
+        values = plain_values(row)
         if OVERWRITE_ID in row.ids:
             row.ids[:] = 1
         return RowScores(values[1:] if SHAPE_ID in row.ids else values)
@@ -55,17 +55,4 @@ def load(options: LoadOptions) -> MoodyScorer:
         os._exit(mood["die"])
     if mood.get("fail"):
         raise RuntimeError(mood["fail"])
-    return MoodyScorer(
-        ModelInfo(
-            name="moody",
-            model=mood.get("fingerprint", "a"),
-            tokenizer="",
-            vocab_size=100,
-            max_length=64,
-            max_topk=0,
-            eos_ids=[],
-            dtype="float32",
-            backend="moody",
-            temperature=False,
-        )
-    )
+    return MoodyScorer(plain_info(backend="moody", name="moody", model=mood.get("fingerprint", "a")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+from plain_scorer import plain_info, plain_values
 
 from opd.errors import RowError
 from opd.scoring.scorer import LoadOptions, Row, RowScores
@@ -26,10 +26,7 @@ class SleepyScorer:
 
     def score(self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0) -> list[RowScores | RowError]:
         assert not self.asleep
-        return [
-            RowScores(-(row.ids + np.arange(len(row.ids)) / 1000 + self.shift)[row.start :].astype(np.float32))
-            for row in rows
-        ]
+        return [RowScores(plain_values(row) - self.shift) for row in rows]
 
     def sleep(self) -> None:
         if self.info.name == "stuck":
@@ -42,17 +39,4 @@ class SleepyScorer:
 
 
 def load(options: LoadOptions) -> SleepyScorer:
-    return SleepyScorer(
-        ModelInfo(
-            name=options.model,
-            model="a",
-            tokenizer="",
-            vocab_size=100,
-            max_length=64,
-            max_topk=0,
-            eos_ids=[],
-            dtype="float32",
-            backend="sleepy",
-            temperature=False,
-        )
-    )
+    return SleepyScorer(plain_info(backend="sleepy", name=options.model))

@@ -169,9 +169,9 @@ def test_losses_come_out_of_the_configuration(overrides, expected, schedule):
 
 
 def routed(*overrides: str):
-    """Two teachers, and no overlap, which goes with one only."""
+    """Two teachers."""
     teachers = ["+teacher.teachers.math=tcp://a:1", "+teacher.teachers.code='tcp://b:1,tcp://c:1'"]
-    return composed(*teachers, "+teacher.routes.gsm8k=math", "teacher.overlap=false", *overrides)
+    return composed(*teachers, "+teacher.routes.gsm8k=math", *overrides)
 
 
 def test_several_teachers_have_names_addresses_and_routes():
@@ -193,7 +193,6 @@ def test_several_teachers_have_names_addresses_and_routes():
         (["+teacher.routes.mbpp=coder"], "'coder'.*out of code, default, math"),
         (["+teacher.routes.mbpp=code", "+teacher.teachers.default=tcp://d:1"], "is the name of the teacher at"),
         (["+teacher.routes.mbpp=code", "+teacher.teachers.empty=''"], r"teacher\.teachers\.empty is empty"),
-        (["+teacher.routes.mbpp=code", "teacher.overlap=true"], r"overlap=true with teacher\.teachers"),
     ],
 )
 def test_teachers_and_routes_that_do_not_belong_together_are_refused(overrides, says):
@@ -220,10 +219,3 @@ def test_several_teachers_for_one_row_need_a_loss_whose_gradient_is_linear(overr
         return
     with pytest.raises(ConfigError, match=f"'both'.* several teachers, and with {says} "):
         check(averaged)
-
-
-@pytest.mark.parametrize("key", ["system_prompt=hint", "prompt_column=solution", "chat_template=a.jinja"])
-def test_a_prompt_for_the_teacher_does_not_go_with_overlap(key):
-    check(composed("teacher.overlap=false", f"teacher.{key}"))
-    with pytest.raises(ConfigError, match=rf"teacher.overlap=true with teacher\.{key.split('=')[0]}"):
-        check(composed("teacher.overlap=true", f"teacher.{key}"))

@@ -22,7 +22,10 @@ from opd.errors import ConfigError
 from opd.homes import home_of
 from opd.overlap import PrefetchThread
 from opd.reference import TeacherReference
+from opd.routing import Router
 from opd.scoring.oracle import oracle_logprobs
+from opd.teacher_prompt import TeacherPrompt
+from opd.teachers import Teachers
 
 Start = Callable[..., ServerProcess]
 
@@ -35,6 +38,10 @@ def some_rows(num_prompts: int, per_prompt: int = 2) -> list[tuple[list[int], li
 
 def whole(rows: list[tuple[list[int], list[int]]]) -> tuple[list[np.ndarray], list[int]]:
     return [np.array([*prompt, *response], np.int32) for prompt, response in rows], [len(p) for p, _ in rows]
+
+
+def one(addresses: list[str] | str) -> Teachers:
+    return Teachers(TeacherClient(addresses))
 
 
 def num_scored(client: TeacherClient, server: ServerProcess) -> int:
@@ -64,7 +71,7 @@ def test_a_finished_row_is_scored_once_and_found_by_another_client(teacher_serve
     servers = [teacher_server(), teacher_server()]
     addresses = [server.address for server in servers]
     rows = some_rows(8)
-    with TeacherClient(addresses) as client, PrefetchThread(addresses, topk=2, temperature=0.5) as thread:
+    with TeacherClient(addresses) as client, PrefetchThread(one(addresses), topk=2, temperature=0.5) as thread:
         client.wait_until_ready(30)
         for prompt, response in rows:
             thread.add(prompt, response)
@@ -101,7 +108,7 @@ def test_the_time_that_a_row_took_is_told_when_it_is_found(teacher_server: Start
 
 def test_a_teacher_that_takes_nothing_is_complained_about_once(teacher_server: Start, caplog: Any) -> None:
     server = teacher_server(args=["--cache-mb", "0"])
-    with caplog.at_level(logging.WARNING, "opd.overlap"), PrefetchThread([server.address]) as thread:
+    with caplog.at_level(logging.WARNING, "opd.overlap"), PrefetchThread(one(server.address)) as thread:
         for row in some_rows(3, 1):
             thread.add(*row)
             wait_until(lambda: not thread._rows, 20)
@@ -114,7 +121,7 @@ def test_a_teacher_that_takes_nothing_is_complained_about_once(teacher_server: S
 def test_a_teacher_that_is_not_there_delays_nobody() -> None:
     before = threading.active_count()
     began = time.monotonic()
-    thread = PrefetchThread(["tcp://127.0.0.1:9"])
+    thread = PrefetchThread(one("tcp://127.0.0.1:9"))
     for row in some_rows(50):
         thread.add(*row)
     assert time.monotonic() - began < 0.5
@@ -166,7 +173,7 @@ def test_what_verl_pads_is_what_was_sent_and_validations_are_not(teacher_server:
         return [await worker._agent_loop_postprocess(output, validate, raw_prompt=[]) for output in outputs]
 
     server = teacher_server()
-    with TeacherClient(server.address) as client, PrefetchThread([server.address], temperature=0.5) as thread:
+    with TeacherClient(server.address) as client, PrefetchThread(one(server.address), temperature=0.5) as thread:
         reference = TeacherReference(client, TeacherConfig(address=server.address, overlap=True), temperature=0.5)
         worker = worker_of(OverlapWorker, thread)
         asyncio.run(finish(worker, validate=True))
@@ -187,17 +194,75 @@ def test_what_verl_pads_is_what_was_sent_and_validations_are_not(teacher_server:
     np.testing.assert_array_equal(values.columns["ref_log_prob"][1], want)
 
 
+def test_a_rows_own_teachers_and_prompt_are_asked_ahead_as_they_are_asked_later(teacher_server: Start) -> None:
+    """One of two teachers, or both, and a system prompt: each question is answered once, for the agent loop."""
+    from test_teacher_prompt import PROMPT, QUESTION, make_tokenizer
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    from opd.agent_loop import OverlapWorker
+
+    servers = {"math": teacher_server(vocab=12, seed=1), "code": teacher_server(vocab=12, seed=2)}
+    routes = {"sums": {"math": 1.0}, "programs": {"code": 1.0}, "both": {"math": 0.75, "code": 0.25}}
+
+    def teachers() -> Teachers:
+        clients = {name: TeacherClient(server.address) for name, server in servers.items()}
+        prompts = TeacherPrompt(make_tokenizer(), system_prompt="be brief")
+        return Teachers(Router(clients, routes, route_by="data_source"), prompts)
+
+    responses = {"sums": [7, 11], "programs": [6, 4, 7], "both": [5, 11]}
+    data = {"data_source": list(responses), "raw_prompt": [QUESTION] * 3}
+
+    async def finish(worker: Any) -> list:
+        return [
+            await worker._agent_loop_postprocess(
+                AgentLoopOutput(
+                    prompt_ids=PROMPT, response_ids=ids, response_mask=[1] * len(ids), metrics=AgentLoopMetrics()
+                ),
+                False,
+                raw_prompt=QUESTION,
+                data_source=kind,
+            )
+            for kind, ids in responses.items()
+        ]
+
+    with teachers() as asker, PrefetchThread(teachers()) as thread:
+        config = TeacherConfig(overlap=True)
+        reference = TeacherReference(asker.client, config, prompts=asker.prompts)
+        worker = worker_of(OverlapWorker, thread)
+        batch = worker._postprocess(asyncio.run(finish(worker))).batch
+        wait_until(lambda: thread.taken == 4, 20)
+        wait_until(lambda: sum(num_scored(asker.clients[name], servers[name]) for name in servers) == 4, 20)
+        arguments = {
+            "input_ids_BS": batch["input_ids"].numpy(),
+            "attention_mask_BS": batch["attention_mask"].numpy(),
+            "response_mask_BR": batch["response_mask"].numpy(),
+            "old_log_probs_BR": np.full((3, 8), -1.0, np.float32),
+            "step": 1,
+        }
+        values = reference.values(**arguments, data_columns=data)
+        assert values.metrics["opd/cached_rows"] == 4
+        assert sum(num_scored(asker.clients[name], servers[name]) for name in servers) == 4
+    seen = [1, 9, 10, *PROMPT]  # system be brief, and the student's
+    math, code = (oracle_logprobs([*seen, 5, 11], 8, seed=seed, vocab=12) for seed in (1, 2))
+    np.testing.assert_allclose(values.columns["ref_log_prob"][2, :2], 0.75 * math + 0.25 * code, atol=1e-6)
+    with PrefetchThread(teachers()) as thread:  # a row that no teacher belongs to ends the run, but not here
+        thread.add(PROMPT, [7], {"data_source": "poems", "raw_prompt": QUESTION})
+        thread.add(PROMPT, [7], {"data_source": "sums"})
+        wait_until(lambda: thread._complained, 20)
+        assert thread._thread.is_alive() and thread.taken == 0
+
+
 def test_each_output_of_a_v1_agent_loop_is_handed_over_and_verls_worker_goes_on() -> None:
     from opd.agent_loop_v1 import OverlapManagerTQ, OverlapWorkerTQ, Worker
 
     worker = OverlapWorkerTQ.__new__(OverlapWorkerTQ)
-    handed: list[tuple[list[int], list[int]]] = []
+    handed: list[tuple] = []
     worker.prefetch_thread = SimpleNamespace(add=lambda *row: handed.append(row))  # type: ignore[assignment]
     outputs = [SimpleNamespace(prompt_ids=[1], response_ids=[2]), SimpleNamespace(prompt_ids=[3, 4], response_ids=[5])]
     for validate in (True, False):
         with pytest.raises(KeyError, match="uid"):  # the first thing that verl's own method looks for
-            asyncio.run(worker._agent_loop_postprocess(outputs, validate))
-    assert handed == [([1], [2]), ([3, 4], [5])]
+            asyncio.run(worker._agent_loop_postprocess(outputs, validate, data_source="sums"))
+    assert handed == [([1], [2], {"data_source": "sums"}), ([3, 4], [5], {"data_source": "sums"})]
     assert OverlapManagerTQ.__mro__[1].__name__ == "AgentLoopManagerTQ"
     assert {"_run_prompt", "generate_sequences"} <= set(vars(Worker))
 

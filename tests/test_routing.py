@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import wait_until
 from fake_teacher import FakeTeacher, honest_values
 from omegaconf import OmegaConf
 
@@ -44,7 +45,7 @@ def test_each_row_has_its_own_teachers_values_and_several_are_averaged(teacher_s
         "old_log_probs_BR": old,
     }
     with router(servers[0].address, servers[1].address) as teachers:
-        reference = TeacherReference(teachers, TeacherConfig(overlap=False))
+        reference = TeacherReference(teachers, TeacherConfig())
         assert reference.data_columns == ("data_source",)
         sources = {"data_source": np.array(["gsm8k", "mbpp", "both"], dtype=object)}
         values = reference.values(**arguments, step=1, data_columns=sources)
@@ -120,6 +121,25 @@ def test_teachers_are_asked_at_the_same_time():
     assert scores.stats.rows == 5  # one of the four was asked about twice
 
 
+def test_what_was_asked_ahead_is_found_at_the_replica_that_has_it(teacher_server):
+    servers = [teacher_server() for _ in range(3)]
+    rows = [np.array([prompt, 7, 8, 9], np.int32) for prompt in range(10, 22)]
+    values = ["gsm8k", "both"] * 6
+    with router(f"{servers[0].address},{servers[1].address}", servers[2].address) as teachers:
+        assert teachers.prefetch(rows, [1] * 12, values=values) == (18, 18)
+
+        def num_scored() -> int:
+            math, code = teachers.clients["math"], teachers.clients["code"]
+            asked = [math.info(servers[0].address), math.info(servers[1].address), code.info()]
+            return sum(info.counters.rows for info in asked)
+
+        wait_until(lambda: num_scored() == 18, 20)
+        found = teachers.score(rows, [1] * 12, values=values, prefetched=True)
+        assert found.scores.stats.cached == num_scored() == 18
+        with pytest.raises(TeacherError, match="row 0 has data_source='poems'"):
+            teachers.prefetch(rows[:1], [1], values=["poems"])
+
+
 def test_one_deadline_for_all_and_the_first_failure_ends_the_call():
     with (
         FakeTeacher() as math,
@@ -175,7 +195,7 @@ def test_a_teacher_that_says_the_same_about_every_token_is_named_though_the_mean
     ids = np.arange(1, 101).reshape(1, 100)
     ones = np.ones_like(ids)
     with FakeTeacher() as math, FakeTeacher(constant) as code, router(math.address, code.address) as teachers:
-        reference = TeacherReference(teachers, TeacherConfig(overlap=False))
+        reference = TeacherReference(teachers, TeacherConfig())
         with pytest.raises(TeacherError, match=r"teacher 'code': the teacher gave the value -1.5"):
             reference.values(
                 input_ids_BS=ids,

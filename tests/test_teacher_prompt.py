@@ -29,8 +29,7 @@ QUESTION = [{"role": "user", "content": "two plus two"}]  # user two plus two as
 PROMPT = [2, 4, 5, 4, 3]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def make_tokenizer():
     import transformers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -41,6 +40,11 @@ def tokenizer():
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="?", eos_token="end")
     made.chat_template = TEMPLATE
     return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
 
 
 def rows(*pairs: tuple[list[int], list[int]]) -> Rows:
@@ -94,7 +98,7 @@ SEEN = [1, 9, 10, *PROMPT]  # with the system prompt
 def test_values_are_given_the_teachers_prompt_and_stay_at_the_students_tokens(teacher_server, tokenizer):
     server = teacher_server(vocab=12, seed=3)
     with TeacherClient(server.address) as client:
-        config = TeacherConfig(overlap=False)
+        config = TeacherConfig()
         reference = TeacherReference(client, config, prompts=TeacherPrompt(tokenizer, system_prompt="be brief"))
         assert reference.data_columns == ("raw_prompt",)
         got_BR = reference.values(**BATCH, data_columns=RAW).columns["ref_log_prob"]
@@ -112,8 +116,8 @@ def test_a_row_that_the_longer_prompt_makes_too_long_is_a_row_error_and_is_not_c
     with TeacherClient(server.address) as client:
         prompts = TeacherPrompt(tokenizer, system_prompt="be brief")
         with pytest.raises(RowsFailed, match=r"row 1 has 11 ids; this teacher takes 10 \[too_long\]"):
-            TeacherReference(client, TeacherConfig(overlap=False), prompts=prompts).values(**BATCH, data_columns=RAW)
-        neutral = TeacherConfig(overlap=False, on_row_error="neutral", max_neutral_fraction=0.5)
+            TeacherReference(client, TeacherConfig(), prompts=prompts).values(**BATCH, data_columns=RAW)
+        neutral = TeacherConfig(on_row_error="neutral", max_neutral_fraction=0.5)
         values = TeacherReference(client, neutral, prompts=prompts).values(**BATCH, data_columns=RAW)
     np.testing.assert_array_equal(values.columns["ref_log_prob"][1], BATCH["old_log_probs_BR"][1])
     assert values.metrics["opd/neutral_rows"] == 1
@@ -167,7 +171,6 @@ def settings(folder, *overrides: str):
         f"actor_rollout_ref.model.path={folder}/student",
         "data.max_prompt_length=7",
         "data.max_response_length=8",
-        "teacher.overlap=false",
         *overrides,
     )
 
@@ -191,7 +194,7 @@ def test_the_handshake_counts_the_longest_prompt_that_the_teacher_will_see(stude
     ):
         shake_hands(settings(student, f"teacher.address={teacher.address}", *overrides))
     with FakeTeacher(tokenizer=fingerprint, max_length=needed) as teacher:
-        shake_hands(settings(student, f"teacher.address={teacher.address}", *overrides)).client.close()
+        shake_hands(settings(student, f"teacher.address={teacher.address}", *overrides)).teachers.close()
 
 
 def test_a_missing_column_or_template_is_said_before_anything_starts(student, tokenizer):
@@ -205,5 +208,5 @@ def test_a_missing_column_or_template_is_said_before_anything_starts(student, to
         with pytest.raises(ConfigError, match="2 of 2 rows have a data_source without a teacher, the first 'sums'"):
             shake_hands(settings(student, *routed))
         reference = shake_hands(settings(student, routed[0], "+teacher.routes.sums=a", "teacher.system_prompt=be"))
-        assert set(reference.client.clients) == {"a"} and reference.data_columns == ("data_source", "raw_prompt")
-        reference.client.close()
+        assert set(reference.teachers.clients) == {"a"} and reference.data_columns == ("data_source", "raw_prompt")
+        reference.teachers.close()

@@ -11,18 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CHILD_ENV, ROOT, ServerProcess, wait_until
+from conftest import CHILD_ENV, ServerProcess, wait_until
+from digits_run import Recorder, command, steps_of, train, with_columns
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-DIGITS = ROOT / "recipe" / "digits"
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict:
-    """A student and a teacher that were barely trained: enough to differ."""
-    out = tmp_path_factory.mktemp("digits") / "prepared"
-    command = [sys.executable, str(DIGITS / "prepare.py"), "--out", str(out)]
-    subprocess.run([*command, "--teacher-steps", "40", "--student-steps", "10"], check=True, env=CHILD_ENV, timeout=300)
-    return json.loads((out / "prepared.json").read_text())
+import opd.evaluate
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +33,11 @@ def teachers(prepared, tmp_path_factory):
         server.end()
 
 
-def command(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "opd.main_opd", "--recipe", str(DIGITS), "--device", "cpu", "--run-dir", str(run_dir)),
-        f"data.train_files={prepared['train']}",
-        f"data.val_files={prepared['val']}",
-        "data.train_batch_size=8",
-        "data.val_max_samples=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.rollout.n=4",
-        f"actor_rollout_ref.model.path={prepared['student']}",
-        f"reward.custom_reward_function.path={DIGITS / 'reward.py'}",
-        f"teacher.address={address}",
-        "trainer.total_training_steps=2",
-        *overrides,
-    ]
-
-
-def train(prepared: dict, address: str, run_dir: Path, *overrides: str) -> list[dict]:
-    """Run to the end; the metrics of each training step."""
-    done = subprocess.run(
-        command(prepared, address, run_dir, *overrides), env=CHILD_ENV, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [data for data in records if "training/global_step" in data]
-
-
 @pytest.fixture(scope="module")
 def distilled(prepared, teachers, tmp_path_factory) -> tuple[list[dict], Path]:
     run_dir = tmp_path_factory.mktemp("run") / "kl1"
-    return train(prepared, teachers["teacher"], run_dir, "teacher.overlap=true"), run_dir
+    address = f"teacher.address={teachers['teacher']}"
+    return train(prepared, run_dir, address, "teacher.overlap=true"), run_dir
 
 
 def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
@@ -87,20 +54,18 @@ def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
 
 
 def test_a_run_saves_the_student_as_a_hugging_face_folder_with_other_weights(distilled, prepared):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = distilled[1] / "checkpoints" / "global_step_2" / "actor" / "huggingface"
-    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    before = AutoModelForCausalLM.from_pretrained(prepared["student"]).state_dict()
+    before, after = weights(prepared["student"]), weights(folder)
     assert before.keys() == after.keys()
-    assert any(not before[name].equal(after[name]) for name in before)
+    assert all(not before[name].equal(after[name]) for name in before)
     assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(prepared["student"]))
 
 
 @pytest.fixture(scope="module")
 def baseline(prepared, teachers, tmp_path_factory) -> list[dict]:
     run_dir = tmp_path_factory.mktemp("run") / "kl0"
-    return train(prepared, teachers["forgetful"], run_dir, "actor_rollout_ref.actor.kl_loss_coef=0")
+    address = f"teacher.address={teachers['forgetful']}"
+    return train(prepared, run_dir, address, "actor_rollout_ref.actor.kl_loss_coef=0")
 
 
 def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distilled, baseline):
@@ -114,7 +79,8 @@ def test_the_coefficient_decides_whether_the_teacher_reaches_the_gradient(distil
 def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_grpo(
     prepared, teachers, baseline, tmp_path
 ):
-    own = train(prepared, teachers["student"], tmp_path / "own", "trainer.total_training_steps=1")
+    address = f"teacher.address={teachers['student']}"
+    own = train(prepared, tmp_path / "own", address, "trainer.total_training_steps=1")
     assert abs(own[0]["actor/opd/reverse_kl_k1"]) < 1e-4
     assert own[0]["actor/opd/reverse_kl_k3"] < 1e-4
     assert own[0]["actor/kl_loss"] < 1e-4
@@ -122,10 +88,82 @@ def test_a_teacher_that_is_the_student_gives_no_kl_and_leaves_the_gradient_of_gr
     assert own[0]["actor/grad_norm"] == pytest.approx(baseline[0]["actor/grad_norm"], rel=1e-4, abs=1e-5)
 
 
+def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses(prepared, tmp_path):
+    """Each one as soon as it is finished. And trains by its top-k: reverse KL."""
+    hinted = {
+        split: with_columns(prepared[split], tmp_path / f"{split}.parquet", lambda i, row: {"hint": hint(row)})
+        for split in ("train", "val")
+    }
+    server = Recorder(prepared["teacher"], tmp_path / "teacher.log")
+    try:
+        overrides = [f"teacher.address={server.wait_ready()}"]
+        overrides += [
+            "teacher.prompt_column=hint",
+            "teacher.system_prompt='99'",
+            "teacher.loss=reverse_kl_topk",
+            "teacher.topk=8",
+            "teacher.overlap=true",
+        ]
+        overrides += [f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", "trainer.val_before_train=False"]
+        done = train(prepared | hinted, tmp_path / "run", *overrides)
+        asked = server.asked()
+        evaluated = evaluate(tmp_path / "run", prepared["student"])
+        asked_at_last = server.asked()
+    finally:
+        server.end()
+    assert len(done) == 2
+    for data in done:
+        assert data["actor/opd/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/cached_rows"] == 32  # all were scored before the trainer asked
+        assert data["actor/opd/topk_loss"] > 0.05
+        assert 0.4 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 14 tokens
+        assert data["actor/grad_norm"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(prepared["teacher"])
+    seen = [
+        (
+            tokenizer.decode(row["ids"][: row["start"]]),
+            tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True),
+        )
+        for row in asked
+    ]
+    rollouts = [
+        json.loads(line)
+        for step in (1, 2)
+        for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+    ]
+    # a student's prompt is the question and a mark
+    expected = [(f"99{row['input'][:-1]}{row['gts']}=", row["output"]) for row in rollouts]
+    assert len(expected) == 64 and set(seen) == set(expected)
+    # the KL at the end of a run is towards the same distribution
+    assert evaluated["kl"] > 0.05 and evaluated["kl_prompts"] == 16
+    prompts = {tokenizer.decode(row["ids"][: row["start"]]) for row in asked_at_last}
+    assert len(prompts) == 16 and all(p[:2] == "99" and p[8:-1] == p[7:1:-1] for p in prompts)
+    assert len(asked) == len({tuple(row["ids"]) for row in asked})  # two equal responses are one question
+
+
+def weights(folder: str | Path) -> dict:
+    # verl's config.json says bfloat16 of weights that are float32
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
+
+
+def evaluate(run_dir: Path, student: str | Path) -> dict:
+    """As run_opd.sh does at the end, on fewer prompts."""
+    out = run_dir / "evaluation.json"
+    arguments = ["--config", str(run_dir / "config.yaml"), "--models", str(student), "--limit", "16", "--out", str(out)]
+    assert opd.evaluate.main(arguments) == 0
+    return json.loads(out.read_text())[0]
+
+
+def hint(row: dict) -> list[dict]:
+    """The question, and the right answer behind it."""
+    return [*row["prompt"], {"role": "user", "content": row["reward_model"]["ground_truth"]}]
+
+
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepared, tmp_path):
     """Killed after the first step, restarted on the same port: every step has real values, and no zeros.
 
-    It is also the run of the policy gradient, without the task's reward, at a coefficient that halves.
+    It is also the run of the policy gradient, without the task's reward, at a coefficient that halves; and of a LoRA
+    student, whose checkpoint is a model that can be loaded.
     """
     port = free_port()
     teacher = [sys.executable, "-m", "opd.teacher_server", "--model", prepared["teacher"]]
@@ -134,8 +172,9 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
     first = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
     overrides = ["teacher.loss=policy_gradient", "algorithm.adv_estimator=opd"]
     overrides += ["teacher.coef_schedule=linear", "teacher.coef_end=0.5", "trainer.total_training_steps=4"]
+    overrides += ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"]
     trainer = subprocess.Popen(
-        command(prepared, f"tcp://127.0.0.1:{port}", run_dir, *overrides),
+        command(prepared, run_dir, f"teacher.address=tcp://127.0.0.1:{port}", *overrides),
         env=CHILD_ENV,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -149,20 +188,27 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
         second = subprocess.Popen(teacher, env=CHILD_ENV, stderr=subprocess.DEVNULL)
         try:
             assert trainer.wait(300) == 0
+            checkpoint = run_dir / "checkpoints" / "global_step_4" / "actor" / "huggingface"
+            before, after = evaluate(run_dir, prepared["student"]), evaluate(run_dir, checkpoint)
         finally:
             second.terminate()
             second.wait(20)
-        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-        steps = [data for data in steps if "training/global_step" in data]
-        assert len(steps) == 4
-        assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in steps)
-        assert [data["actor/opd/coef"] for data in steps] == pytest.approx([1, 5 / 6, 4 / 6, 0.5])
-        for data in steps:
+        done = steps_of(run_dir)
+        assert len(done) == 4
+        assert all(data["actor/opd/teacher_logprob"] < -0.01 for data in done)
+        assert [data["actor/opd/coef"] for data in done] == pytest.approx([1, 5 / 6, 4 / 6, 0.5])
+        for data in done:
             assert data["actor/opd/task_advantage_abs"] == 0
             assert data["actor/opd/teacher_advantage_abs"] > 0.05
             assert data["critic/advantages/max"] == 0  # verl's metric is of the task's
             assert data["actor/grad_norm"] > 0
             assert "actor/kl_loss" not in data
+        # random weights would be much further away, and the base's no nearer
+        assert 0.05 < after["kl"] < before["kl"] - 0.001
+        base, trained = weights(prepared["student"]), weights(checkpoint)
+        assert trained.keys() == base.keys()
+        changed = {name for name in base if not trained[name].equal(base[name])}
+        assert changed == {name for name in base if "_proj." in name}  # the layers that have adapters, and no others
     finally:
         for process in (first, trainer):
             process.kill()
@@ -170,8 +216,9 @@ def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_run_goes_on(prepar
 
 
 def test_a_teacher_that_stays_away_ends_the_run_with_one_sentence(prepared, tmp_path):
+    overrides = [f"teacher.address=tcp://127.0.0.1:{free_port()}", "teacher.ready_timeout_s=2"]
     done = subprocess.run(
-        command(prepared, f"tcp://127.0.0.1:{free_port()}", tmp_path / "run", "teacher.ready_timeout_s=2"),
+        command(prepared, tmp_path / "run", *overrides),
         env=CHILD_ENV,
         capture_output=True,
         text=True,

@@ -1,77 +1,103 @@
-"""verl's V1 trainers for real: Ray, TransferQueue, verl, a teacher process, two steps on the digits recipe.
+"""verl's V1 trainers for real: Ray, TransferQueue, verl, teacher processes, two steps on the digits recipe.
 
 One run takes most of a minute, nearly all of it Ray and verl starting; so each run serves several claims.
 """
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHILD_ENV, ROOT, ServerProcess
+from conftest import CHILD_ENV
+from digits_run import Recorder, command, train, with_columns
 
-DIGITS = ROOT / "recipe" / "digits"
 PROMPTS, RESPONSES = 6, 4  # in a step: 24 rows
+ROWS = PROMPTS * RESPONSES
 MINI_BATCH = 8  # prompts: verl fills the 24 rows up to 32
+SMALL = (
+    f"data.train_batch_size={PROMPTS}",
+    "data.val_max_samples=8",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={MINI_BATCH}",
+    f"actor_rollout_ref.rollout.n={RESPONSES}",
+    "trainer.val_before_train=False",
+)
+WEIGHTS = {"math": 0.75, "code": 0.25}  # of the two teachers, for prompts that have both
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict:
-    """A student and a teacher that were barely trained: enough to differ."""
-    out = tmp_path_factory.mktemp("digits") / "prepared"
-    command = [sys.executable, str(DIGITS / "prepare.py"), "--out", str(out)]
-    subprocess.run([*command, "--teacher-steps", "20", "--student-steps", "5"], check=True, env=CHILD_ENV, timeout=300)
-    return json.loads((out / "prepared.json").read_text())
+def other(prepared, tmp_path_factory) -> Path:
+    """Another teacher: the first one, half as sure of everything."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("other")
+    model = AutoModelForCausalLM.from_pretrained(prepared["teacher"])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(prepared["teacher"]).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def teacher(prepared, tmp_path_factory):
-    log = tmp_path_factory.mktemp("teacher") / "teacher.log"
-    # without a cache: each row is asked about as often as it comes
-    server = ServerProcess(log, "--backend", "recording_scorer", "--model", prepared["teacher"], "--cache-mb", "0")
-    yield server.wait_ready()
-    server.end()
+def start(prepared, other, tmp_path_factory):
+    """Start both teachers, as often as it is called."""
+    folder = tmp_path_factory.mktemp("teachers")
+    started: list[Recorder] = []
+
+    def start(*args: str) -> dict[str, Recorder]:
+        models = {"math": prepared["teacher"], "code": other}
+        new = {name: Recorder(model, folder / f"{name}{len(started)}.log", *args) for name, model in models.items()}
+        started.extend(new.values())
+        for recorder in new.values():
+            recorder.wait_ready()
+        return new
+
+    yield start
+    for recorder in started:
+        recorder.end()
 
 
-class Run:
-    """Two steps of a trainer, to the end."""
+@pytest.fixture(scope="module")
+def teachers(start) -> dict[str, Recorder]:
+    """Without a cache: each row is asked about as often as it comes."""
+    return start("--cache-mb", "0")
 
-    def __init__(self, trainer: str, prepared: dict, address: str, run_dir: Path, *overrides: str):
-        asked = Path(prepared["teacher"]) / "asked.jsonl"
-        asked.unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "opd.main_opd", "--recipe", str(DIGITS), "--device", "cpu", "--trainer", trainer),
-            *("--run-dir", str(run_dir)),
-            f"data.train_files={prepared['train']}",
-            f"data.val_files={prepared['val']}",
-            f"data.train_batch_size={PROMPTS}",
-            "data.val_max_samples=8",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={MINI_BATCH}",
-            f"actor_rollout_ref.rollout.n={RESPONSES}",
-            f"actor_rollout_ref.model.path={prepared['student']}",
-            f"reward.custom_reward_function.path={DIGITS / 'reward.py'}",
-            f"teacher.address={address}",
-            "trainer.total_training_steps=2",
-            "trainer.val_before_train=False",
-            *overrides,
-        ]
-        done = subprocess.run(command, env=CHILD_ENV, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        records = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        self.steps = [data for data in records if "training/global_step" in data]
-        self.asked = [json.loads(line) for line in asked.read_text().splitlines()]
+
+@pytest.fixture(scope="module")
+def routed(prepared, tmp_path_factory) -> dict:
+    """The data with three kinds of prompts."""
+    path = tmp_path_factory.mktemp("routed") / "train.parquet"
+    kinds = ("sums", "programs", "both")
+    return prepared | {"train": with_columns(prepared["train"], path, lambda i, _: {"data_source": kinds[i % 3]})}
+
+
+def routes(addresses: dict[str, str], both: str) -> list[str]:
+    return [
+        *(f"+teacher.teachers.{name}={address}" for name, address in addresses.items()),
+        *("+teacher.routes.sums=math", "+teacher.routes.programs=code", f"+teacher.routes.both={both}"),
+    ]
+
+
+class Sync:
+    """Two steps with two teachers, one of them or both for each prompt."""
+
+    def __init__(self, routed: dict, teachers: dict[str, Recorder], run_dir: Path):
+        both = str(WEIGHTS).replace("'", "")
+        addresses = {name: recorder.address for name, recorder in teachers.items()}
+        self.steps = train(routed, run_dir, *SMALL, *routes(addresses, both), trainer="sync")
+        self.asked = {name: recorder.asked() for name, recorder in teachers.items()}
         self.run_dir = run_dir
 
 
 @pytest.fixture(scope="module")
-def sync(prepared, teacher, tmp_path_factory) -> Run:
-    return Run("sync", prepared, teacher, tmp_path_factory.mktemp("run") / "sync")
+def sync(routed, teachers, tmp_path_factory) -> Sync:
+    return Sync(routed, teachers, tmp_path_factory.mktemp("run") / "sync")
 
 
-def direct(model_folder: str, rows: list[dict]) -> np.ndarray:
-    """Log-probs of all response tokens under a model, by transformers alone, one row at a time."""
+def direct(model_folder: str | Path, rows: list[dict]) -> list[np.ndarray]:
+    """Log-probs of each row's response tokens under a model, by transformers alone, one row at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -81,25 +107,44 @@ def direct(model_folder: str, rows: list[dict]) -> np.ndarray:
         for row in rows:
             ids = torch.tensor(row["ids"])
             logprobs = model(ids[None]).logits[0, row["start"] - 1 : -1].log_softmax(-1)
-            values.append(logprobs.gather(-1, ids[row["start"] :, None]).squeeze(-1))
-    return torch.cat(values).double().numpy()
+            values.append(logprobs.gather(-1, ids[row["start"] :, None]).squeeze(-1).double().numpy())
+    return values
 
 
-def test_sync_logs_the_teachers_metrics_at_each_step_and_fills_are_not_scored(sync):
+def test_sync_logs_each_teachers_metrics_at_each_step_and_fills_are_not_scored(sync):
     assert [data["training/global_step"] for data in sync.steps] == [1, 2]
-    assert len(sync.asked) == 2 * PROMPTS * RESPONSES  # and not 2 * 32
     for data in sync.steps:
         assert data["actor/opd/reverse_kl_k1"] > 0.05
         assert data["actor/opd/teacher_logprob"] < 0
         assert data["actor/opd/scored_tokens_per_s"] > 0
         assert data["actor/opd/neutral_rows"] == 0
         assert data["actor/kl_loss"] > 0
+        rows = {name: data[f"actor/opd/{name}/rows"] for name in WEIGHTS}
+        assert all(0 < count < ROWS for count in rows.values()) and ROWS < sum(rows.values()) < 2 * ROWS
+        assert data["actor/opd/math/reverse_kl_k1"] > 1.2 * data["actor/opd/code/reverse_kl_k1"] > 0.05
+    for name, asked in sync.asked.items():
+        assert len(asked) == sum(data[f"actor/opd/{name}/rows"] for data in sync.steps)
 
 
-def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared):
+def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared, other):
     """At the first step the student is the one that was prepared: both sides can be computed again from the ids."""
-    rows, first = sync.asked[: PROMPTS * RESPONSES], sync.steps[0]
-    teacher, student = direct(prepared["teacher"], rows), direct(prepared["student"], rows)
+    first = sync.steps[0]
+    asked = {name: sync.asked[name][: int(first[f"actor/opd/{name}/rows"])] for name in WEIGHTS}
+    prompts = {name: {tuple(row["ids"][: row["start"]]) for row in rows} for name, rows in asked.items()}
+    both = prompts["math"] & prompts["code"]
+    assert both and prompts["math"] - both and prompts["code"] - both  # all three routes were taken
+
+    def kept(name: str, *, shared: bool) -> list[dict]:
+        return [row for row in asked[name] if (tuple(row["ids"][: row["start"]]) in both) == shared]
+
+    math, code, mixed = kept("math", shared=False), kept("code", shared=False), kept("math", shared=True)
+    assert len(math) + len(code) + len(mixed) == ROWS
+    averaged = [
+        WEIGHTS["math"] * a + WEIGHTS["code"] * b
+        for a, b in zip(direct(prepared["teacher"], mixed), direct(other, mixed), strict=True)
+    ]
+    teacher = np.concatenate([*direct(prepared["teacher"], math), *direct(other, code), *averaged])
+    student = np.concatenate(direct(prepared["student"], [*math, *code, *mixed]))
     assert first["actor/opd/teacher_logprob"] == pytest.approx(teacher.mean(), abs=1e-4)
     assert first["actor/opd/student_logprob"] == pytest.approx(student.mean(), abs=1e-4)
     x = teacher - student
@@ -109,13 +154,54 @@ def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared):
     assert first["actor/kl_loss"] == pytest.approx(k3.mean(), rel=1e-3)
 
 
-def test_colocate_async_trains_on_the_teachers_top_k(prepared, teacher, tmp_path):
+def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only(sync, routed, start):
+    """The same models, at other addresses. Its last two steps score rows while others are generated, and train on the
+    top-k as verl's own distillation does, without the bucket for what is left.
+    """
+    teachers = start()
+    addresses = {name: recorder.address for name, recorder in teachers.items()}
+    checkpoints = sync.run_dir / "checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
+    recorded = (checkpoints / "teacher.json").read_bytes()
+    assert set(json.loads(recorded)) == set(WEIGHTS)
+    swapped = {"math": addresses["code"], "code": addresses["math"]}
+    overrides = [*SMALL, "trainer.total_training_steps=4"]
+    overrides += ["teacher.loss=forward_kl_topk", "teacher.topk=8", "teacher.tail=false", "teacher.overlap=true"]
+    refused = subprocess.run(
+        command(routed, sync.run_dir, *overrides, *routes(swapped, "math"), trainer="sync"),
+        env=CHILD_ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 1
+    assert "had the teacher code" in refused.stderr.splitlines()[-1], refused.stderr[-3000:]
+
+    steps = train(routed, sync.run_dir, *overrides, *routes(addresses, "math"), trainer="sync")
+    assert [data["training/global_step"] for data in steps] == [3, 4]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (checkpoints / "teacher.json").read_bytes() == recorded
+    for data in steps:
+        assert data["actor/opd/math/rows"] + data["actor/opd/code/rows"] == ROWS
+        assert data["actor/opd/cached_rows"] == ROWS  # all were scored before the trainer asked
+        assert data["actor/opd/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/topk_loss"] > 0.05
+        assert data["actor/grad_norm"] > 0
+        assert "actor/kl_loss" not in data
+    asked = {name: recorder.asked() for name, recorder in teachers.items()}
+    prompts = {name: {tuple(row["ids"][: row["start"]]) for row in rows} for name, rows in asked.items()}
+    before = {tuple(row["ids"][: row["start"]]) for rows in sync.asked.values() for row in rows}
+    assert not (prompts["math"] | prompts["code"]) & before  # the data goes on, too
+
+
+def test_colocate_async_trains_on_the_teachers_top_k(prepared, teachers, tmp_path):
     """On a CPU nothing is interrupted when training starts: the rollout goes on, and what it sends is used later."""
-    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8")
-    run = Run("colocate_async", prepared, teacher, tmp_path / "colocate_async", *overrides)
-    assert len(run.asked) == 2 * PROMPTS * RESPONSES
-    assert len(run.steps) == 2
-    for data in run.steps:
+    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8", f"teacher.address={teachers['math'].address}")
+    steps = train(prepared, tmp_path / "colocate_async", *SMALL, *overrides, trainer="colocate_async")
+    assert len(teachers["math"].asked()) == 2 * ROWS  # and not 2 * 32
+    assert len(steps) == 2
+    for data in steps:
         assert data["actor/opd/reverse_kl_k1"] > 0.05
         assert 0 < data["actor/opd/topk_loss"] < 0.7  # ln 2 at most
         assert 0.4 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 19 tokens
@@ -123,9 +209,3 @@ def test_colocate_async_trains_on_the_teachers_top_k(prepared, teacher, tmp_path
         assert 0 < data["actor/opd/topk_overlap"] <= 1
         assert data["actor/grad_norm"] > 0
         assert "actor/kl_loss" not in data
-
-
-def test_sync_leaves_what_run_opd_sh_goes_on_with(sync):
-    checkpoints = sync.run_dir / "checkpoints"
-    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()

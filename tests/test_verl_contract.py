@@ -453,3 +453,24 @@ def test_the_environment_is_set_on_import():
     import os
 
     assert set(settings.ENV) <= set(os.environ)
+
+
+# Checkpoints
+
+
+def test_a_worker_saves_in_one_call_and_a_lora_student_under_pefts_names():
+    """opd/lora.py: if this fails, see whether verl merges adapters by itself now."""
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from opd.worker import OPDWorker
+
+    verls, ours = ActorRolloutRefWorker.save_checkpoint, OPDWorker.save_checkpoint
+    assert _parameters(verls)[:2] == ["self", "local_path"]
+    for method in (verls, ours):
+        assert getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
+    source = inspect.getsource(FSDPCheckpointManager.save_checkpoint)
+    assert 'hf_local_path = os.path.join(local_path, "huggingface")' in source
+    assert "save_model.save_pretrained(hf_local_path, state_dict=state_dict)" in source
+    assert "merge" not in source

@@ -12,8 +12,8 @@ Importing this package registers everything, in the driver and (through VERL_USE
     worker.py     CpuWorker, in place of verl's ActorRolloutRefWorker: give it to the trainer as Role.ActorRollout
     settings.py   ENV and OVERRIDES, the environment variables and Hydra overrides that a CPU run needs
 
-Not covered: a reference or reward model on the CPU, a critic, LoRA, images, speed on models beyond a few hundred
-million parameters.
+Not covered: a reference or reward model on the CPU, a critic, a rollout with LoRA adapters that are not merged, images,
+speed on models beyond a few hundred million parameters.
 """
 
 from __future__ import annotations
