@@ -79,8 +79,9 @@ def to_padded(
     """Put the teacher's values back where verl keeps `ref_log_prob`.
 
     `fill_BR` has no default, because no constant is right. 0.0 reads as "the teacher is 100 % sure", and NaN would
-    poison the loss, since verl multiplies by the mask and NaN * 0 is NaN. `old_log_probs` is neutral by construction:
-    where a value is missing, teacher and student agree and the KL is 0.
+    poison the loss, since verl multiplies by the mask and NaN * 0 is NaN. `old_log_probs` is neutral when a
+    step begins: where a value is missing, teacher and student agree. In its later mini-batches the student has moved,
+    and a weight of 0 keeps such rows neutral (opd/loss/weights.py).
 
     Args:
         values: one float [n] per row with n = response_lengths[b]; None for a row that the teacher could not score.

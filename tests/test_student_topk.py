@@ -8,10 +8,16 @@ Shapes: B = 4 rows, P = 3 prompt columns, R = 4 response columns, K = 3.
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import test_loss_worker
 import torch
+from conftest import CHILD_ENV
 from test_config import composed
 from test_loss_worker import (
     HOLES,
@@ -235,6 +241,25 @@ def test_a_lora_student_is_asked_with_its_adapter(make_worker, student):
     set_adapters(worker)
     adapted = np.concatenate(ask(worker, make_batch(student, settings_of("sampled"))))
     assert (adapted != np.concatenate(expected_ids(student))).mean() > 0.2
+
+
+def test_ranks_that_share_the_tokens_give_the_ids_and_the_loss_of_one():
+    """Ulysses: each rank has the logits of a part of the tokens, and verl gathers what comes back."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = Path(__file__).with_name("ulysses_rank.py")
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(port)], env=CHILD_ENV, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            said = process.communicate(timeout=120)[1].decode()
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def test_several_teachers_are_asked_for_the_ids_of_their_own_rows(student, teacher_folder, start_teacher):
