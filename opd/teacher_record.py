@@ -51,7 +51,7 @@ def keep_teachers(settings: Any, models: Mapping[str, ModelInfo]) -> None:
         TeacherMismatch: another model or tokenizer than the checkpoints were trained with, or a teacher more or less.
         ConfigError: the file of the run that is resumed cannot be read.
     """
-    now = {name: Recorded(m.name, m.model, m.tokenizer) for name, m in models.items()}
+    now = {name: Recorded(m.name, m.model, m.tokenizer) for name, m in sorted(models.items())}
     resumed = resumed_from(settings)
     if resumed is not None:
         _compare(resumed / FILE, now)

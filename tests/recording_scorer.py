@@ -1,6 +1,6 @@
 """The transformers backend, writing down what it was asked: `--backend recording_scorer --model FOLDER`.
 
-FOLDER/asked.jsonl gets one line for each row: {"ids": [...], "start": n}.
+FOLDER/asked.jsonl gets one line for each row: {"ids": [...], "start": n, "candidates": [[...], ...] or null}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class RecordingScorer:
     def score(self, rows: Sequence[Row], *, topk: int = 0, temperature: float = 1.0) -> list[RowScores | RowError]:
         with self.path.open("a") as f:
             for row in rows:
-                f.write(json.dumps({"ids": row.ids.tolist(), "start": row.start}) + "\n")
+                candidates = None if row.candidates is None else row.candidates.tolist()
+                f.write(json.dumps({"ids": row.ids.tolist(), "start": row.start, "candidates": candidates}) + "\n")
         return self.scorer.score(rows, topk=topk, temperature=temperature)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import CHILD_ENV
 from digits_run import Recorder, command, train, with_columns
 
@@ -28,7 +29,6 @@ WEIGHTS = {"math": 0.75, "code": 0.25}  # of the two teachers, for prompts that 
 @pytest.fixture(scope="module")
 def other(prepared, tmp_path_factory) -> Path:
     """Another teacher: the first one, half as sure of everything."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("other")
@@ -96,19 +96,21 @@ def sync(routed, teachers, tmp_path_factory) -> Sync:
     return Sync(routed, teachers, tmp_path_factory.mktemp("run") / "sync")
 
 
-def direct(model_folder: str | Path, rows: list[dict]) -> list[np.ndarray]:
-    """Log-probs of each row's response tokens under a model, by transformers alone, one row at a time."""
-    import torch
+def logprobs_of(model_folder: str | Path, rows: list[dict]) -> list[torch.Tensor]:
+    """Of the whole vocabulary at each row's response positions, by transformers alone, one row at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder).float().eval()
-    values = []
     with torch.inference_mode():
-        for row in rows:
-            ids = torch.tensor(row["ids"])
-            logprobs = model(ids[None]).logits[0, row["start"] - 1 : -1].log_softmax(-1)
-            values.append(logprobs.gather(-1, ids[row["start"] :, None]).squeeze(-1).double().numpy())
-    return values
+        return [model(torch.tensor(row["ids"])[None]).logits[0, row["start"] - 1 : -1].log_softmax(-1) for row in rows]
+
+
+def direct(model_folder: str | Path, rows: list[dict]) -> list[np.ndarray]:
+    """Log-probs of each row's response tokens under a model."""
+    return [
+        logprobs.gather(-1, torch.tensor(row["ids"])[row["start"] :, None]).squeeze(-1).double().numpy()
+        for row, logprobs in zip(rows, logprobs_of(model_folder, rows), strict=True)
+    ]
 
 
 def test_sync_logs_each_teachers_metrics_at_each_step_and_fills_are_not_scored(sync):
@@ -195,17 +197,22 @@ def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only
     assert not (prompts["math"] | prompts["code"]) & before  # the data goes on, too
 
 
-def test_colocate_async_trains_on_the_teachers_top_k(prepared, teachers, tmp_path):
+def test_colocate_async_trains_on_the_students_own_top_k(prepared, teachers, tmp_path):
     """On a CPU nothing is interrupted when training starts: the rollout goes on, and what it sends is used later."""
-    overrides = ("teacher.loss=jsd_topk", "teacher.topk=8", f"teacher.address={teachers['math'].address}")
-    steps = train(prepared, tmp_path / "colocate_async", *SMALL, *overrides, trainer="colocate_async")
-    assert len(teachers["math"].asked()) == 2 * ROWS  # and not 2 * 32
+    overrides = ("teacher.loss=jsd_topk", "teacher.topk_from=student", "teacher.topk=8")
+    address = f"teacher.address={teachers['math'].address}"
+    steps = train(prepared, tmp_path / "colocate_async", *SMALL, *overrides, address, trainer="colocate_async")
+    asked = teachers["math"].asked()
+    assert len(asked) == 2 * ROWS  # and not 2 * 32
+    first = asked[:ROWS]  # at the first step the student is the one that was prepared
+    for row, logprobs in zip(first, logprobs_of(prepared["student"], first), strict=True):
+        assert row["candidates"] == logprobs.topk(8).indices.tolist()
     assert len(steps) == 2
     for data in steps:
         assert data["actor/opd/reverse_kl_k1"] > 0.05
         assert 0 < data["actor/opd/topk_loss"] < 0.7  # ln 2 at most
-        assert 0.4 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 19 tokens
-        assert 0 < data["actor/opd/student_mass"] <= 1.0001
-        assert 0 < data["actor/opd/topk_overlap"] <= 1
+        assert 0.2 < data["actor/opd/teacher_mass"] <= 1.0001  # 8 of 19 tokens
+        assert 0.4 < data["actor/opd/student_mass"] <= 1.0001
+        assert data["actor/opd/topk_overlap"] == 1  # one update a step: the ids are those of its own weights
         assert data["actor/grad_norm"] > 0
         assert "actor/kl_loss" not in data
