@@ -119,7 +119,7 @@ def test_sync_logs_each_teachers_metrics_at_each_step_and_fills_are_not_scored(s
         assert data["actor/kl_loss"] > 0
         rows = {name: data[f"actor/opd/{name}/rows"] for name in WEIGHTS}
         assert all(0 < count < ROWS for count in rows.values()) and ROWS < sum(rows.values()) < 2 * ROWS
-        assert data["actor/opd/math/reverse_kl_k1"] > 1.2 * data["actor/opd/code/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/math/reverse_kl_k1"] > data["actor/opd/code/reverse_kl_k1"] + 0.2  # far surer
     for name, asked in sync.asked.items():
         assert len(asked) == sum(data[f"actor/opd/{name}/rows"] for data in sync.steps)
 
