@@ -4,14 +4,12 @@ One run takes most of a minute, nearly all of it Ray and verl starting; so each 
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import CHILD_ENV
-from digits_run import Recorder, command, train, with_columns
+from digits_run import Recorder, train, with_columns
 
 PROMPTS, RESPONSES = 6, 4  # in a step: 24 rows
 ROWS = PROMPTS * RESPONSES
@@ -123,7 +121,7 @@ def test_sync_logs_each_teachers_metrics_at_each_step_and_fills_are_not_scored(s
         assert data["actor/kl_loss"] > 0
         rows = {name: data[f"actor/opd/{name}/rows"] for name in WEIGHTS}
         assert all(0 < count < ROWS for count in rows.values()) and ROWS < sum(rows.values()) < 2 * ROWS
-        assert data["actor/opd/math/reverse_kl_k1"] > 1.2 * data["actor/opd/code/reverse_kl_k1"] > 0.05
+        assert data["actor/opd/math/reverse_kl_k1"] > data["actor/opd/code/reverse_kl_k1"] + 0.2  # far surer
     for name, asked in sync.asked.items():
         assert len(asked) == sum(data[f"actor/opd/{name}/rows"] for data in sync.steps)
 
@@ -156,7 +154,7 @@ def test_the_loss_of_sync_sees_the_values_of_a_direct_score(sync, prepared, othe
     assert first["actor/kl_loss"] == pytest.approx(k3.mean(), rel=1e-3)
 
 
-def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only(sync, routed, start):
+def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers(sync, routed, start):
     """The same models, at other addresses. Its last two steps score rows while others are generated, and train on the
     top-k as verl's own distillation does, without the bucket for what is left.
     """
@@ -167,19 +165,8 @@ def test_an_interrupted_run_goes_on_at_the_next_step_with_the_same_teachers_only
     assert (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
     recorded = (checkpoints / "teacher.json").read_bytes()
     assert set(json.loads(recorded)) == set(WEIGHTS)
-    swapped = {"math": addresses["code"], "code": addresses["math"]}
     overrides = [*SMALL, "trainer.total_training_steps=4"]
     overrides += ["teacher.loss=forward_kl_topk", "teacher.topk=8", "teacher.tail=false", "teacher.overlap=true"]
-    refused = subprocess.run(
-        command(routed, sync.run_dir, *overrides, *routes(swapped, "math"), trainer="sync"),
-        env=CHILD_ENV,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert refused.returncode == 1
-    assert "had the teacher code" in refused.stderr.splitlines()[-1], refused.stderr[-3000:]
-
     steps = train(routed, sync.run_dir, *overrides, *routes(addresses, "math"), trainer="sync")
     assert [data["training/global_step"] for data in steps] == [3, 4]
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
