@@ -15,7 +15,7 @@ KL_TYPE=${KL_TYPE:-}             # estimator: k3+ k2 k3 k1+ abs ... [the recipe'
 TRAINER=${TRAINER:-v0}           # verl's trainer: v0, or a mode of its V1: sync, colocate_async, separate_async
 RECIPE=${RECIPE:-}               # folder under recipe/, or a path to one [digits; with a GPU gsm8k]
 STUDENT=${STUDENT:-}             # Hugging Face folder or hub id [the recipe's]
-TEACHER=${TEACHER:-}             # Hugging Face folder or hub id [the recipe's]
+TEACHER=${TEACHER:-}             # Hugging Face folder or hub id [the recipe's; none with teacher.teachers]
 TEACHER_ADDR=${TEACHER_ADDR:-}   # running teachers, tcp://host:port, comma-separated; none is started then
 TEACHER_PORT=${TEACHER_PORT:-15555} # where the teacher that this script starts listens, on 127.0.0.1
 TEACHER_REPLICAS=${TEACHER_REPLICAS:-1} # teachers to start, on TEACHER_PORT and the ports after it
@@ -97,12 +97,16 @@ field() { "$python" -c 'import json, sys; print(json.load(sys.stdin).get(sys.arg
 plan=$("${prepare[@]}" --plan) || die "preparing $recipe_name failed (above)"
 
 STUDENT=${STUDENT:-$(field student)}
-teacher_accuracy=""  # known for the recipe's own teacher only
-own_teacher=false
-if [ -z "$TEACHER$TEACHER_ADDR" ]; then own_teacher=true; fi
+names_teachers() { grep -qE '^[[:space:]]+teachers:|^[+]*teacher\.teachers' "$RECIPE/config.yaml" <(printf '%s\n' "${hydra[@]}"); }
+start_teacher=true own_teacher=false
+if [ -n "$TEACHER_ADDR" ]; then
+    start_teacher=false
+elif [ -z "$TEACHER" ]; then  # with TEACHER it is started beside those that teacher.teachers names
+    if names_teachers; then start_teacher=false; else own_teacher=true; fi
+fi
 TEACHER=${TEACHER:-$(field teacher)}
 address=$TEACHER_ADDR
-if [ -z "$address" ]; then
+if [ -z "$address" ] && $start_teacher; then
     for ((i = 0; i < TEACHER_REPLICAS; i++)); do address+="${address:+,}tcp://127.0.0.1:$((TEACHER_PORT + i))"; done
 fi
 
@@ -135,7 +139,7 @@ if $dry_run; then
     "${trainer[@]}" --print-config 2> >(grep -v platform_manager >&2)
     echo "# commands:"
     printf '# '; printf '%q ' "${prepare[@]}"; echo
-    [ -n "$TEACHER_ADDR" ] || { printf '# '; printf '%q ' "${teacher[@]}"; echo; }
+    if $start_teacher; then printf '# '; printf '%q ' "${teacher[@]}"; echo; fi
     printf '# '; printf '%q ' "${trainer[@]}"; echo
     exit 0
 fi
@@ -162,10 +166,11 @@ if [ -n "$check_pid" ] && ! wait "$check_pid"; then
 fi
 wait "$prepare_pid" || die "preparing $recipe_name failed (above)"
 pids=()
+teacher_accuracy=""  # known for the recipe's own teacher only
 if $own_teacher; then plan=$(cat "$prepared/prepared.json") && teacher_accuracy=$(field teacher_accuracy); fi
 
 teacher_pid=""
-if [ -z "$TEACHER_ADDR" ]; then
+if $start_teacher; then
     say "teacher: $TEACHER on $address (log: $RUN_DIR/teacher.log)"
     start "$RUN_DIR/teacher.log" "${teacher[@]}"
     teacher_pid=${pids[-1]}

@@ -166,6 +166,15 @@ def test_a_dry_run_prints_the_configuration_and_the_commands(copied_recipe, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_no_teacher_is_started_beside_those_that_the_configuration_names(copied_recipe, tmp_path):
+    named = ["+teacher.teachers.a=tcp://127.0.0.1:1", "+teacher.routes.digits_reverse=a"]
+    for knobs, started in ({}, False), ({"TEACHER": "somewhere"}, True):
+        done = run("--dry-run", *named, RECIPE=copied_recipe, RUN_DIR=tmp_path / "run", **knobs)
+        assert done.returncode == 0, done.stderr
+        assert "a: tcp://127.0.0.1:1" in done.stdout
+        assert ("opd.teacher_server" in done.stdout) is started
+
+
 def test_a_word_that_is_no_setting_starts_nothing(tmp_path):
     done = run("teacher.timeout_s=60", "--dryrun", RUN_DIR=tmp_path / "run")
     assert done.returncode == 1 and "--dryrun is unknown" in done.stderr
