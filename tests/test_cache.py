@@ -264,10 +264,11 @@ def test_prefetched_rows_are_there_when_they_are_asked_for(teacher_server: Start
 
 def test_a_row_that_is_being_prefetched_is_waited_for(teacher_server: Start, connect: Connect) -> None:
     """Also when nobody wants the prefetch any more: what the worker has begun is for whoever asks."""
-    server = teacher_server(ms_per_batch=400)
+    server = teacher_server(ms_per_batch=1000)
     client = connect(server)
     rows, starts = some_rows(4, 2)
-    client.prefetch(rows[:6], starts[:6], keep_s=0.2)
+    client.prefetch(rows[:6], starts[:6], keep_s=0.5)
+    time.sleep(0.2)  # with the worker: a request that is read before it is handed over goes first
     scores = client.score(rows, starts)
     assert_right(scores, rows, starts)
     assert (scores.stats.cached, counters(client, server).rows) == (6, 8)
