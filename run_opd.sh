@@ -12,7 +12,7 @@ set -euo pipefail
 # --- knobs: environment variables -----------------------------------------------------------------------------------
 KL_COEF=${KL_COEF:-}             # weight of KL(student || teacher) in the loss; 0 is the GRPO baseline [the recipe's]
 KL_TYPE=${KL_TYPE:-}             # estimator: k3+ k2 k3 k1+ abs ... [the recipe's]
-TRAINER=${TRAINER:-v0}           # verl's trainer: v0, or a mode of its V1: sync, colocate_async, separate_async
+TRAINER=${TRAINER:-}             # verl's: v0, or a mode of its V1: sync, colocate_async, separate_async [v0; GPU sync]
 RECIPE=${RECIPE:-}               # folder under recipe/, or a path to one [digits; with a GPU gsm8k]
 STUDENT=${STUDENT:-}             # Hugging Face folder or hub id [the recipe's]
 TEACHER=${TEACHER:-}             # Hugging Face folder or hub id [the recipe's; none with teacher.teachers]
@@ -46,6 +46,8 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 device=cpu
 if has_gpu; then device=cuda; fi
 if [ -z "$RECIPE" ]; then if [ $device = cuda ]; then RECIPE=gsm8k; else RECIPE=digits; fi; fi
+# V1 is what verl keeps; without a GPU its replay buffer, which looks for rows every 2 s, would be most of a step
+if [ -z "$TRAINER" ]; then if [ $device = cuda ]; then TRAINER=sync; else TRAINER=v0; fi; fi
 if [ -d "recipe/$RECIPE" ]; then RECIPE=$PWD/recipe/$RECIPE; else RECIPE=$(absolute "$RECIPE"); fi
 recipe_name=$(basename "$RECIPE")
 for file in prepare.py reward.py config.yaml; do

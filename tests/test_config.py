@@ -24,12 +24,13 @@ def composed(*overrides: str, recipe: str = "digits", cpu: bool = True, trainer:
     return compose(ROOT / "recipe" / recipe, [*PATHS, *overrides], cpu=cpu, trainer=trainer)
 
 
+@pytest.mark.parametrize("trainer", ["v0", "sync"])
 @pytest.mark.parametrize("recipe, cpu", [("digits", True), ("digits", False), ("gsm8k", False)])
-def test_a_recipe_composes_and_passes_verls_validation(recipe, cpu):
+def test_a_recipe_composes_and_passes_verls_validation(recipe, cpu, trainer):
     from omegaconf import OmegaConf
     from verl.utils.config import validate_config
 
-    config = composed(recipe=recipe, cpu=cpu)
+    config = composed(recipe=recipe, cpu=cpu, trainer=trainer)
     check(config)
     OmegaConf.resolve(config)
     validate_config(config=config, use_reference_policy=False, use_critic=False)
