@@ -100,3 +100,36 @@ def test_a_folder_without_all_weights_is_refused_and_not_measured_with_random_on
     save_file(renamed, run / "student" / "model.safetensors", metadata={"format": "pt"})
     assert main(arguments(run)) == 1
     assert "lacks 12 of the model's weights, like lm_head.weight" in capsys.readouterr().err
+
+
+def test_a_response_that_the_teacher_cannot_score_is_treated_as_in_training(run, teacher_server, capsys):
+    """A teacher that does not know the student's EOS (id 11): with neutral, the KL is over the responses without it."""
+    config = OmegaConf.load(run / "config.yaml")
+    config.teacher.teachers, config.teacher.routes, config.teacher.system_prompt = {}, {}, None
+    config.teacher.address = teacher_server(vocab=11).address
+    OmegaConf.save(config, run / "config.yaml")
+    assert main(arguments(run)) == 1
+    assert "the teacher could not score" in capsys.readouterr().err
+    config.teacher.on_row_error = "neutral"
+    OmegaConf.save(config, run / "config.yaml")
+    assert main(arguments(run)) == 0
+    [got] = json.loads((run / "out.json").read_text())
+
+    args = parse_args(arguments(run))
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "student")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "student", padding_side="left")
+    with teachers_of(config) as teachers:
+        evaluation = Evaluation(args, config, teachers)
+        torch.manual_seed(0)
+        sampled = evaluation._generate(model, tokenizer, evaluation.rows * args.samples, do_sample=True)
+    known = [(prompt, response) for prompt, response in sampled if 11 not in response]
+    assert 0 < len(known) < len(sampled) and got["kl_neutral"] == len(sampled) - len(known)
+    differences = []
+    for prompt, response in known:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        student = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
+        differences.append(student - oracle_logprobs([*prompt, *response], len(prompt), vocab=11))
+    assert got["kl"] == pytest.approx(np.concatenate(differences).mean(), abs=1e-5)
+    assert got["kl_tokens"] == sum(len(response) for _, response in known)
+    assert got["mean_response_length"] == np.mean([len(response) for _, response in sampled])
