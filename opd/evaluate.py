@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from opd import kl
 from opd.align import Rows
@@ -49,7 +49,7 @@ def load_reward(path: Path, name: str) -> Callable[..., Any]:
 
 
 def load_model(folder: str, *, dtype: torch.dtype) -> Any:
-    """A student.
+    """A student, with its EOS and nothing else of what its folder says about generating.
 
     Raises:
         ConfigError: weights that are missing from its files, which transformers would make up.
@@ -61,6 +61,8 @@ def load_model(folder: str, *, dtype: torch.dtype) -> Any:
             f"{folder} lacks {len(info['missing_keys'])} of the model's weights, like {min(info['missing_keys'])}: it "
             "would be measured with random ones. If it is a LoRA student's, merge its adapter with peft first"
         )
+    # min-p, repeated n-grams, suppressed tokens ...: each would be another distribution than the one that is measured
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model
 
 
@@ -151,8 +153,7 @@ class Evaluation:
         eos = model.generation_config.eos_token_id
         stops = {eos} if isinstance(eos, int) else set(eos or [])
         if kwargs["do_sample"]:
-            # the model's own distribution: a folder's generation_config may ask for top-p or another temperature
-            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # transformers' own top_k is 50
         else:
             kwargs |= {"temperature": None, "top_k": None, "top_p": None}
         for begin in range(0, len(rows), self.args.batch_size):
