@@ -21,17 +21,22 @@ from opd.overlap import PrefetchThread
 from opd.teachers import teachers_of
 
 
+def prefetch_thread_of(config: Any) -> PrefetchThread:
+    """Asks what the trainer of this configuration will ask (opd/task_runner.py shake_hands)."""
+    return PrefetchThread(
+        # with a tokenizer of its own: verl's is at work in other threads, and Rust's refuse two at once
+        teachers_of(config),
+        topk=teacher_loss(config).settings.topk,
+        temperature=float(config.actor_rollout_ref.rollout.temperature),
+    )
+
+
 class OverlapWorker(AgentLoopWorker):
     """Runs the agent loops of one chunk of a batch, and sends each finished row to the teacher."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.prefetch_thread = PrefetchThread(
-            # with a tokenizer of its own: verl's is at work in other threads, and Rust's refuse two at once
-            teachers_of(self.config),
-            topk=teacher_loss(self.config).settings.topk,
-            temperature=float(self.config.actor_rollout_ref.rollout.temperature),
-        )
+        self.prefetch_thread = prefetch_thread_of(self.config)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         if not validate:  # nobody asks the teacher about a validation

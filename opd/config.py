@@ -174,6 +174,7 @@ def _check_loss(config: DictConfig) -> None:
             f"teacher.topk_from=student with teacher.loss={teacher.loss}, which has no top-k; use one of "
             f"{', '.join(DIVERGENCES)}, or leave teacher.topk_from out"
         )
+    _check_idle(teacher)
     if not 0 < teacher.token_discount <= 1:
         raise ConfigError(f"teacher.token_discount={teacher.token_discount} must be within (0, 1]; 1 weighs all alike")
     if teacher.clamp is not None:
@@ -184,6 +185,23 @@ def _check_loss(config: DictConfig) -> None:
             "adv_estimator=opd takes the task's reward out, and kl_loss_coef=0 the teacher: nothing would train. "
             "Use adv_estimator=grpo for the baseline"
         )
+
+
+def _check_idle(teacher: Any) -> None:
+    """Refuse numbers of a schedule or a loss that was not chosen: the run would not be what its settings say."""
+    default, kind = TeacherConfig(), teacher.coef_schedule
+    users = {
+        "coef_end": (kind in ("linear", "cosine"), "coef_schedule=linear or cosine", f"coef_schedule={kind}"),
+        "coef_steps": (kind in ("linear", "cosine"), "coef_schedule=linear or cosine", f"coef_schedule={kind}"),
+        "target_kl": (kind == "adaptive", "coef_schedule=adaptive", f"coef_schedule={kind}"),
+        "jsd_beta": (teacher.loss == "jsd_topk", "loss=jsd_topk", f"loss={teacher.loss}"),
+    }
+    for key, (is_used, user, chosen) in users.items():
+        # an unknown schedule is named elsewhere
+        if not is_used and teacher[key] != getattr(default, key) and kind in SCHEDULES:
+            raise ConfigError(
+                f"teacher.{key}={teacher[key]} has no effect with teacher.{chosen}: use teacher.{user}, or leave it out"
+            )
 
 
 def _is_linear(config: DictConfig) -> bool:

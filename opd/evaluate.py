@@ -2,8 +2,9 @@
 
 Per model, on held-out prompts: greedy accuracy by the recipe's own reward, and the reverse KL to the teacher on
 responses that this very model samples at temperature 1 (on-policy). The teacher is that of the training: of several the
-one, or the weighted mean, that a prompt's column asks for, and with a prompt of its own where it has one. Writes one
-JSON list, one object per model.
+one, or the weighted mean, that a prompt's column asks for, and with a prompt of its own where it has one. A response
+that the teacher cannot score ends it, or with teacher.on_row_error=neutral is left out of the KL and counted, as in
+training. Writes one JSON list, one object per model.
 
 Shapes: B prompts of one batch, P prompt columns, S all columns, V vocabulary.
 """
@@ -24,7 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from opd import kl
 from opd.align import Rows
@@ -48,7 +49,7 @@ def load_reward(path: Path, name: str) -> Callable[..., Any]:
 
 
 def load_model(folder: str, *, dtype: torch.dtype) -> Any:
-    """A student.
+    """A student, with its EOS and nothing else of what its folder says about generating.
 
     Raises:
         ConfigError: weights that are missing from its files, which transformers would make up.
@@ -60,6 +61,8 @@ def load_model(folder: str, *, dtype: torch.dtype) -> Any:
             f"{folder} lacks {len(info['missing_keys'])} of the model's weights, like {min(info['missing_keys'])}: it "
             "would be measured with random ones. If it is a LoRA student's, merge its adapter with peft first"
         )
+    # min-p, repeated n-grams, suppressed tokens ...: each would be another distribution than the one that is measured
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model
 
 
@@ -70,6 +73,7 @@ class Evaluation:
         self.args = args
         self.teachers = teachers
         self.timeout_s = config.teacher.timeout_s
+        self.neutral_allowed = config.teacher.on_row_error == "neutral"
         reward = config.reward.custom_reward_function
         self.reward = load_reward(Path(reward.path), reward.name)
         self.prompt_key = config.data.prompt_key
@@ -101,14 +105,20 @@ class Evaluation:
         if not rows:
             return {"kl": None, "kl_k3": None, "kl_prompts": 0}
         sampled = self._generate(model, tokenizer, rows, do_sample=True)
-        student_T, teacher_T = self._log_probs(model, sampled, rows)
+        teacher = self._teachers(sampled, rows)
+        scored = [pair for pair, values in zip(sampled, teacher, strict=True) if values is not None]
+        if len(scored) < len(sampled):
+            logger.warning("the teacher could not score %d of %d responses", len(sampled) - len(scored), len(sampled))
+        student_T = np.concatenate([np.zeros(0, np.float32), *self._students(model, scored)])
+        teacher_T = np.concatenate([np.zeros(0, np.float32), *(values for values in teacher if values is not None)])
         estimates = kl.estimates(student_T, teacher_T)
         return {
-            "kl": estimates["opd/reverse_kl_k1"],
-            "kl_k3": estimates["opd/reverse_kl_k3"],
+            "kl": estimates.get("opd/reverse_kl_k1"),
+            "kl_k3": estimates.get("opd/reverse_kl_k3"),
             "kl_prompts": len(self.taught_rows),
+            "kl_neutral": len(sampled) - len(scored),
             "kl_tokens": len(student_T),
-            "mean_response_length": len(student_T) / len(sampled),
+            "mean_response_length": sum(len(response) for _, response in sampled) / len(sampled),
         }
 
     def _taught_rows(self) -> list[dict]:
@@ -143,8 +153,7 @@ class Evaluation:
         eos = model.generation_config.eos_token_id
         stops = {eos} if isinstance(eos, int) else set(eos or [])
         if kwargs["do_sample"]:
-            # the model's own distribution: a folder's generation_config may ask for top-p or another temperature
-            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            kwargs |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # transformers' own top_k is 50
         else:
             kwargs |= {"temperature": None, "top_k": None, "top_p": None}
         for begin in range(0, len(rows), self.args.batch_size):
@@ -183,30 +192,34 @@ class Evaluation:
         value: Any = answer.get("acc", answer["score"]) if isinstance(answer, dict) else answer
         return float(value)
 
-    @torch.inference_mode()
-    def _log_probs(self, model: Any, sampled: list[Sampled], data: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-        """The student's and the teacher's log-probs of all sampled response tokens."""
+    def _teachers(self, sampled: list[Sampled], data: list[dict]) -> list[np.ndarray | None]:
+        """The teacher's log-probs of each response; None where it could not score one and that is allowed."""
         rows = [np.array(prompt + response, dtype=np.int32) for prompt, response in sampled]
         starts = np.array([len(prompt) for prompt, _ in sampled])
         columns = {name: [row[column] for row in data] for name, column in self._columns().items()}
         batch = Rows(rows, starts, np.array([len(response) for _, response in sampled]))
-        teacher = self.teachers.score(batch, columns, timeout_s=self.timeout_s).scores.logprobs
+        routed = self.teachers.score(batch, columns, timeout_s=self.timeout_s, return_row_errors=self.neutral_allowed)
+        return routed.scores.logprobs
+
+    @torch.inference_mode()
+    def _students(self, model: Any, sampled: list[Sampled]) -> list[np.ndarray]:
+        """The student's own of each response."""
         student: list[np.ndarray] = []
-        for begin in range(0, len(rows), self.args.batch_size):
-            chunk, from_ = rows[begin : begin + self.args.batch_size], starts[begin : begin + self.args.batch_size]
-            width = max(map(len, chunk))
+        for begin in range(0, len(sampled), self.args.batch_size):
+            chunk = sampled[begin : begin + self.args.batch_size]
+            width = max(len(prompt) + len(response) for prompt, response in chunk)
             ids_BS = np.zeros((len(chunk), width), dtype=np.int64)  # right-padded: causal rows never look there
-            for i, row in enumerate(chunk):
-                ids_BS[i, : len(row)] = row
+            for i, (prompt, response) in enumerate(chunk):
+                ids_BS[i, : len(prompt) + len(response)] = prompt + response
             ids = torch.from_numpy(ids_BS).to(self.device)
             logits_BSV = model(input_ids=ids).logits[:, :-1].float()
             logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu().numpy()
             # column i - 1 holds log p(ids[i] | ids[:i])
             student += [
-                logprobs_BS[i, start - 1 : len(row) - 1]
-                for i, (row, start) in enumerate(zip(chunk, from_, strict=True))
+                logprobs_BS[i, len(prompt) - 1 : len(prompt) + len(response) - 1]
+                for i, (prompt, response) in enumerate(chunk)
             ]
-        return np.concatenate(student), np.concatenate([values for values in teacher if values is not None])
+        return student
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -10,15 +10,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from opd.loss.settings import SAMPLED
+
 
 def result(args: argparse.Namespace) -> dict[str, Any]:
     """Join the evaluation with what the run was; null where something was not measured."""
     before, after = json.loads((args.run_dir / "evaluation.json").read_text())
-    actor = OmegaConf.load(args.run_dir / "config.yaml").actor_rollout_ref.actor
+    config = OmegaConf.load(args.run_dir / "config.yaml")
+    actor, loss = config.actor_rollout_ref.actor, config.teacher.loss
     return {
         "recipe": args.recipe,
         "kl_coef": actor.kl_loss_coef,
-        "kl_type": actor.kl_loss_type,
+        "kl_type": actor.kl_loss_type if loss == SAMPLED else loss,  # other losses have no estimator
         "steps": args.steps,
         "accuracy_before": round(before["accuracy"], 4),
         "accuracy_after": round(after["accuracy"], 4),

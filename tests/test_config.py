@@ -128,6 +128,10 @@ def test_a_folder_without_a_configuration_is_no_recipe(capsys, tmp_path: Path):
         (["teacher.coef_schedule=cosine", "teacher.coef_end=-1"], "away from its teacher"),
         (["teacher.coef_schedule=adaptive"], "target_kl=None nats per token: both must be above 0"),
         (["algorithm.adv_estimator=opd", "actor_rollout_ref.actor.kl_loss_coef=0"], "nothing would train"),
+        (["teacher.target_kl=0.1"], "target_kl=0.1 has no effect with teacher.coef_schedule=constant: .*=adaptive"),
+        (["teacher.coef_end=0.1"], "coef_end=0.1 has no effect with teacher.coef_schedule=constant: .*=linear or"),
+        (["teacher.coef_schedule=adaptive", "teacher.target_kl=1", "teacher.coef_steps=9"], "coef_steps=9 has no eff"),
+        (["teacher.jsd_beta=0.1", "teacher.loss=reverse_kl_topk"], "no effect with teacher.loss=reverse_kl_topk"),
     ],
 )
 def test_losses_that_make_no_sense_are_refused_with_the_reason(overrides, says):

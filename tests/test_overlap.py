@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,6 +251,40 @@ def test_a_rows_own_teachers_and_prompt_are_asked_ahead_as_they_are_asked_later(
         thread.add(PROMPT, [7], {"data_source": "sums"})
         wait_until(lambda: thread._complained, 20)
         assert thread._thread.is_alive() and thread.taken == 0
+
+
+def test_a_configurations_rollout_asks_what_its_trainer_will_ask(start_teacher: Start, tmp_path: Path) -> None:
+    """With a temperature and a top-k, which make another question of the same ids."""
+    from test_config import composed
+    from test_teacher_prompt import PROMPT, make_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from opd.agent_loop import prefetch_thread_of
+    from opd.task_runner import shake_hands
+
+    make_tokenizer().save_pretrained(tmp_path)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=12, **shape)).save_pretrained(tmp_path)
+    server = start_teacher("--backend", "hf", "--model", str(tmp_path), "--device", "cpu", "--dtype", "float32")
+    config = composed(
+        f"actor_rollout_ref.model.path={tmp_path}",
+        f"teacher.address={server.wait_ready()}",
+        "actor_rollout_ref.rollout.temperature=0.5",
+        *("teacher.loss=jsd_topk", "teacher.topk=3", "teacher.overlap=true"),
+    )
+    reference = shake_hands(config)
+    with reference.teachers, prefetch_thread_of(config) as thread:
+        thread.add(PROMPT, [7, 4])
+        client = reference.teachers.clients["default"]
+        wait_until(lambda: num_scored(client, server) == 1, 20)
+        values = reference.values(
+            input_ids_BS=np.array([[*PROMPT, 7, 4]]),
+            attention_mask_BS=np.ones((1, len(PROMPT) + 2), int),
+            response_mask_BR=np.ones((1, 2), int),
+            old_log_probs_BR=np.full((1, 2), -1.0, np.float32),
+            step=1,
+        )
+    assert values.metrics["opd/cached_rows"] == 1
 
 
 def test_each_output_of_a_v1_agent_loop_is_handed_over_and_verls_worker_goes_on() -> None:
