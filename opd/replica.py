@@ -25,6 +25,7 @@ from opd.chunks import MAX_REPLY_BYTES, Chunk, request_bytes
 from opd.deadline import Backoff
 from opd.errors import ConfigError, TeacherMismatch, WireError
 from opd.wire import (
+    COPY_BYTES,
     InfoRequest,
     ModelInfo,
     PingRequest,
@@ -160,6 +161,7 @@ class Replica:
         # connected to several would go on sending to a dead one in turn.
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.copy_threshold = COPY_BYTES
         socket.immediate = 1  # nothing is queued for a peer that is not there
         socket.ipv6 = int("[" in self.address)
         socket.sndhwm = socket.rcvhwm = 16  # messages, a few more than requests are ever under way

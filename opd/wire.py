@@ -29,6 +29,7 @@ from opd.errors import RowError, WireError
 
 PROTOCOL_VERSION = 2
 ID_BYTES = 16
+COPY_BYTES = 1 << 20  # frames below are copied when they are sent: giving their memory back would cost more
 MAX_TEXT = 512  # characters in any string of a message: peers' strings end up in logs and errors
 
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -23,6 +23,7 @@ from opd.serving.counts import Counts
 from opd.serving.dispatcher import Dispatcher
 from opd.serving.endpoint import Endpoint
 from opd.serving.job import Job
+from opd.serving.memory import keep_freed_memory
 from opd.serving.queue import Queue
 from opd.serving.signals import Signals
 from opd.serving.supervisor import EngineFailed, Settings, Supervisor
@@ -88,6 +89,7 @@ class Front:
         Raises:
             EngineFailed: the worker cannot be brought up; everybody who waited was told.
         """
+        keep_freed_memory()
         signals = Signals()
         for source in (self._endpoint.router, self._endpoint.zap, signals.source):
             self._poller.register(source, zmq.POLLIN)

@@ -29,7 +29,7 @@ from opd.errors import OPDError
 from opd.scoring.scorer import LoadOptions
 from opd.serving import link
 from opd.serving.queue import Batch
-from opd.wire import ModelInfo, State, clip, to_bin
+from opd.wire import COPY_BYTES, ModelInfo, State, clip, to_bin
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class _Process:
         self.beats = context.socket(zmq.PULL)
         self.unheard = {link.BATCHES, link.BEATS}  # sockets on which nothing has come yet
         for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
+            socket.copy_threshold = COPY_BYTES
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)  # the front bounds what is in flight
             socket.setsockopt(zmq.RCVHWM, 0)
