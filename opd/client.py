@@ -236,7 +236,7 @@ class TeacherClient:
             self._finish(call)
             self._sum_up(call)
             if call.row_errors and not return_row_errors:
-                raise RowsFailed(call.row_errors, len(batch.rows))
+                raise RowsFailed(call.row_errors, batch.num_rows)
             return call.scores()
 
     def prefetch(

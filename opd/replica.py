@@ -24,12 +24,12 @@ from zmq.utils.monitor import recv_monitor_message
 from opd.chunks import MAX_REPLY_BYTES, Chunk, request_bytes
 from opd.deadline import Backoff
 from opd.errors import ConfigError, TeacherMismatch, WireError
+from opd.question import Question
 from opd.wire import (
     COPY_BYTES,
     InfoRequest,
     ModelInfo,
     PingRequest,
-    Question,
     Reply,
     Request,
     ServerInfo,

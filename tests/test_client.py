@@ -30,6 +30,7 @@ from opd.errors import (
     TeacherMismatch,
     TeacherUnavailable,
 )
+from opd.question import Question
 from opd.replica import Timing
 
 QUICK = Timing(ping_every_s=0.05, ask_every_s=0.05, silent_after_s=1.5, first_backoff_s=0.01, most_backoff_s=0.1)
@@ -129,7 +130,7 @@ def test_requests_with_candidates_keep_the_teachers_limit_on_bytes():
 
 def test_a_reply_for_other_candidates_is_refused():
     def other(fake, envelope, request, question):
-        swapped = wire.Question(question.lengths, question.starts, question.ids, question.candidates[:, ::-1])
+        swapped = Question(question.lengths, question.starts, question.ids, question.candidates[:, ::-1])
         fake.send(envelope, wire.encode_reply(fake.reply(request, swapped), None, None, honest_candidates(swapped)))
 
     rows, starts = hostile_rows()

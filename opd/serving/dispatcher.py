@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from opd import wire
+from opd.errors import RowError
 from opd.serving.cache import ResultCache
 from opd.serving.counts import Counts
 from opd.serving.job import Job, read_values
@@ -116,9 +117,9 @@ class Dispatcher:
             self._supervisor.lose("it answered for other ids than it was given", now)
             return
         del self._flying[scores.seq]
-        errors: dict[int, list[wire.RowError]] = defaultdict(list)
+        errors: dict[int, list[RowError]] = defaultdict(list)
         for number, row, code, message in scores.errors:
-            errors[number].append(wire.RowError(row, code, message))
+            errors[number].append(RowError(row, code, message))
         if scores.seconds:
             self._queue.observe(batch.tokens, scores.seconds)
             self._counts.batch(batch.num_rows, batch.tokens, scores.seconds)

@@ -19,6 +19,7 @@ import zmq
 
 from opd import __version__, wire
 from opd.errors import WireError
+from opd.question import check_model, check_rows, unpack
 from opd.serving.counts import Counts
 from opd.serving.dispatcher import Dispatcher
 from opd.serving.endpoint import Endpoint
@@ -263,14 +264,14 @@ class Front:
             WireError: they cannot be scored by this teacher at any time.
         """
         arrived = time.monotonic()
-        question = wire.unpack(request, self._options.limits)
+        question = unpack(request, self._options.limits)
         model = self._model_if_ready(envelope, request.id)
         if model is None:
             return None
         if self._to_sleep:
             self._busy(envelope, request.id, "sleeping", "asleep, or about to be; wake it first", RETRY_LOADING_MS)
             return None
-        wire.check_model(request, model)
+        check_model(request, model)
         return Job(
             question,
             request_id=request.id,
@@ -280,7 +281,7 @@ class Front:
             temperature=request.temperature,
             arrived=arrived,
             deadline=arrived + request.budget_ms / 1000,
-            bad_rows=wire.check_rows(question, model),
+            bad_rows=check_rows(question, model),
             model=model.model,
         )
 

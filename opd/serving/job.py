@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import RowError
+from opd.question import Question, ends_of, pick
 from opd.serving.cache import Kept, row_key
-from opd.wire import Question, digest, reply_bytes
+from opd.wire import digest, reply_bytes
 
 
 class Piece(NamedTuple):
@@ -175,10 +176,10 @@ class Job:
             self.lengths, self.starts, self.ids, self.candidates = q.arrays()
         else:
             self.lengths, self.starts = q.lengths[rows], q.starts[rows]
-            self.ids = _pick(q.ids, q.lengths, rows)
-            self.candidates = None if q.candidates is None else _pick(q.candidates, q.counts(), rows)
-        self.ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
-        self.value_ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64) - self.starts)))
+            self.ids = pick(q.ids, ends_of(q.lengths), rows.tolist())
+            self.candidates = None if q.candidates is None else pick(q.candidates, ends_of(q.counts()), rows.tolist())
+        self.ends = ends_of(self.lengths)
+        self.value_ends = ends_of(self.lengths.astype(np.int64) - self.starts)
 
     @property
     def tokens(self) -> int:
@@ -324,10 +325,3 @@ class Job:
 
     def _blank(self, num_values: int) -> Values:
         return blank_values(num_values, self.topk, self.question.num_candidates)
-
-
-def _pick(array: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The parts of some rows, one behind the other, where each row has `lengths` items of the array."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    parts = [array[ends[row] - lengths[row] : ends[row]] for row in rows]
-    return np.concatenate(parts) if parts else array[:0]
