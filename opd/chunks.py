@@ -20,6 +20,7 @@ from xxhash import xxh3_128_digest
 from opd.wire import Limits, reply_bytes
 
 MAX_REPLY_BYTES = 512 << 20  # a larger one is cut off by our own socket, whatever the server would send
+JOINED_REPLY_BYTES = 8 << 20  # prompts share a request up to here: beyond, new memory costs more than a request
 ENVELOPE_BYTES = 8192  # at most what a request or a reply needs besides its arrays
 
 
@@ -98,6 +99,11 @@ class Caps:
         tokens, scored = sum([chunk.tokens for chunk in chunks]), sum([chunk.scored for chunk in chunks])
         return tokens <= self.max_tokens and self.fits(sum([len(chunk.rows) for chunk in chunks]), tokens, scored)
 
+    def may_join(self, a: Chunk, b: Chunk) -> bool:
+        """Whether two that might go alone should be one request."""
+        nbytes = reply_bytes(a.scored + b.scored, self.topk, self.num_candidates)
+        return nbytes <= JOINED_REPLY_BYTES and self.has_room(a, b)
+
 
 def plan(
     wanted: Sequence[int], lengths: Sequence[int], starts: Sequence[int], groups: Sequence[int], caps: Caps
@@ -140,7 +146,7 @@ def _joined(chunks: Sequence[Chunk], caps: Caps) -> list[Chunk]:
     """Neighbours together, while there is room."""
     joined: list[Chunk] = []
     for chunk in chunks:
-        if joined and caps.has_room(joined[-1], chunk):
+        if joined and caps.may_join(joined[-1], chunk):
             joined[-1].add(chunk)
         else:
             joined.append(chunk)

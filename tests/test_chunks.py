@@ -48,6 +48,8 @@ PLANS = {
         {"max_reply_bytes": 160, "candidates": 1},
         [([0, 1], None), ([2], None)],
     ),
+    "prompts with large replies go apart": ([11] * 2, [0, 1], {"topk": 65_536}, [([0], None), ([1], None)]),
+    "but a prompt is not parted for that": ([11] * 2, [0, 0], {"topk": 65_536}, [([0, 1], None)]),
     "candidates count in the request too": (
         [11] * 3,
         [0, 1, 2],

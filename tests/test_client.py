@@ -787,6 +787,22 @@ def test_a_restart_with_another_model_stops_the_call_and_no_value_is_used():
             assert other.requests == []
 
 
+def test_news_of_a_moment_ago_is_believed_and_older_news_is_not():
+    rows, starts = default_rows(3)
+    with FakeTeacher() as teacher, client_of(teacher, timing=Timing(ping_every_s=0.3)) as client:
+        client.wait_until_ready(10)
+        asked = teacher.asked
+        for _ in range(3):
+            client.score(rows, starts, timeout_s=10)
+        assert teacher.asked == asked
+        time.sleep(0.35)
+        client.score(rows, starts, timeout_s=10)
+        until = time.monotonic() + 2
+        while teacher.asked == asked and time.monotonic() < until:  # it was sent; the teacher may still be reading
+            time.sleep(0.01)
+        assert teacher.asked == asked + 1
+
+
 def test_a_boot_that_changes_behind_a_proxy_is_noticed_by_the_next_ping():
     """No connection breaks, and the request that the old process had is sent again."""
     rows, starts = default_rows(3)

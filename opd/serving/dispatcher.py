@@ -14,7 +14,6 @@ from typing import Any
 
 import zmq
 
-from opd import wire
 from opd.errors import RowError
 from opd.serving.cache import ResultCache
 from opd.serving.counts import Counts
@@ -94,7 +93,7 @@ class Dispatcher:
         self._flying[batch.seq] = (batch, [piece.digest() for piece in batch.pieces])
         for piece in batch.pieces:
             if piece.job.open:
-                piece.job.digest = piece.job.digest or wire.digest(*piece.job.question.arrays())
+                piece.job.digest()
             if self.cache.max_bytes:
                 for row in range(piece.lo, piece.hi):
                     piece.job.key(row)

@@ -347,7 +347,7 @@ class Front:
             "ok",
             logprobs=wire.to_bin(logprobs, np.float32),
             row_errors=[(error.row, error.code, wire.clip(error.message)) for error in errors],
-            ids_digest=job.digest or wire.digest(*job.question.arrays()),
+            ids_digest=job.digest(),
             queue_ms=((job.dispatched or job.arrived) - job.arrived) * 1000,
             score_ms=job.score_ms,
             cached_rows=job.num_known,

@@ -64,6 +64,8 @@ class Piece(NamedTuple):
 
     def digest(self) -> bytes:
         """Name of what the worker is given for this piece: it sends the same of what it really scored."""
+        if self.job.is_as_asked and self.hi - self.lo == len(self.job.lengths):  # the usual case
+            return self.job.digest()
         return digest(self.lengths, self.starts, self.ids, self.candidates)
 
 
@@ -146,7 +148,6 @@ class Job:
         self.deadline = deadline
         self.dispatched: float | None = None
         self.score_ms = 0.0  # its share of the worker's time, that of known rows included
-        self.digest = b""  # of the question, once it was computed
         self.number = 0  # the queue's name for it, the tokens it counts for it,
         self.held_tokens = 0
         self.in_line = False  # and whether it still has rows to hand out
@@ -164,6 +165,7 @@ class Job:
         self.reply_bytes = reply_bytes(int(counts.sum()), topk, 2 * question.num_candidates)
         self.cursor = 0  # rows before it were handed out
         self.missing = len(self.lengths)  # rows without an answer
+        self._digest = b""
         self._values: Values | None = None
         self._known: dict[int, Values] = {}  # by row of the request: found in the cache
         self._keys: dict[int, bytes] = {}  # by row of the request
@@ -180,6 +182,16 @@ class Job:
             self.candidates = None if q.candidates is None else pick(q.candidates, ends_of(q.counts()), rows.tolist())
         self.ends = ends_of(self.lengths)
         self.value_ends = ends_of(self.lengths.astype(np.int64) - self.starts)
+
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether the rows to score are those of the request, in its order."""
+        return self._rows is None
+
+    def digest(self) -> bytes:
+        """Name of the question, which its answer has to give; computed once."""
+        self._digest = self._digest or digest(*self.question.arrays())
+        return self._digest
 
     @property
     def tokens(self) -> int:

@@ -83,11 +83,8 @@ class _Process:
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """All messages that have come by now, heartbeats last."""
         for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
-            while not socket.closed:
-                try:
-                    frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
-                except zmq.Again:
-                    break
+            while not socket.closed and socket.poll(0):
+                frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
                 if name in self.unheard:
                     self.unheard.discard(name)
                     if not self.unheard:  # both are connected: nobody needs the paths, and they cannot be left behind

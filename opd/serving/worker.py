@@ -279,19 +279,11 @@ def _blank_unusable(
 
 def _has_shape(result: RowScores, row: Row, topk: int) -> bool:
     """Whether a result has the arrays that were asked for, and no others."""
+    logprobs, *others = result
     num_values = len(row.ids) - row.start
     top = (num_values, topk) if topk else None
-    candidates = row.candidates.shape if row.candidates is not None else None
-    return (
-        result.logprobs.shape == (num_values,)
-        and _shape(result.topk_ids) == top
-        and _shape(result.topk_logprobs) == top
-        and _shape(result.candidate_logprobs) == candidates
-    )
-
-
-def _shape(array: np.ndarray | None) -> tuple[int, ...] | None:
-    return None if array is None else array.shape
+    wanted = [top, top, None if row.candidates is None else row.candidates.shape]
+    return logprobs.shape == (num_values,) and [None if a is None else a.shape for a in others] == wanted
 
 
 def _stack(parts: Sequence[RowScores]) -> Values:
