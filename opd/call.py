@@ -8,6 +8,7 @@ Shapes: B = rows, L_i = ids of row i, N_i = its scored positions, K = topk, C = 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ from opd.checks import Values
 from opd.chunks import Caps, Chunk, number, plan, prompt_digests
 from opd.deadline import Deadline
 from opd.errors import RowError
+from opd.question import Question, ends_of, pick
 from opd.replica import Replica
-from opd.wire import Limits, Question
+from opd.wire import Limits
 
 _MAX_ID = np.iinfo(np.int32).max
 
@@ -60,16 +62,26 @@ class Scores:
 class Batch:
     """What a caller asks for, checked and as the wire wants it."""
 
-    rows: list[np.ndarray]  # int32 [L_i]
-    starts: list[int]
+    ids: np.ndarray  # int32 [S], the rows one behind the other
+    ends: np.ndarray  # int64 [B + 1], where each of them ends, and before them 0
+    starts: np.ndarray  # int64 [B]
     topk: int
     temperature: float
-    candidates: list[np.ndarray] | None  # int32 [N_i, C]
-    num_candidates: int  # C, 0 without any
+    candidates: np.ndarray | None  # int32 [N, C]
 
     @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.rows]
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def value_ends(self) -> np.ndarray:
+        """int64 [B + 1], where each row's scored positions end."""
+        return ends_of(np.diff(self.ends) - self.starts)
+
+    @property
+    def num_candidates(self) -> int:
+        """C, 0 without any."""
+        return 0 if self.candidates is None else int(self.candidates.shape[1])
 
 
 @dataclass
@@ -79,36 +91,36 @@ class Call:
     batch: Batch
     deadline: Deadline
     lengths: list[int] = field(init=False)
+    starts: list[int] = field(init=False)
     prompts: list[bytes] = field(init=False)  # digest of each row's prompt
     groups: list[int] = field(init=False)  # the same as numbers
+    needed: list[int] = field(init=False)  # rows that have a value to get
     stats: Stats = field(init=False)
     waiting: list[Chunk] = field(default_factory=list)
     homes: dict[int, Replica] = field(default_factory=dict)  # of the prompts that were cut
     row_errors: list[RowError] = field(default_factory=list)
-    values: list[Values | None] = field(init=False)  # of each row
+    columns: list[list[np.ndarray | None] | None] = field(init=False)  # by the fields of Values, then by row
 
     def __post_init__(self) -> None:
-        rows, starts = self.batch.rows, self.batch.starts
-        self.lengths = self.batch.lengths
-        self.prompts = prompt_digests(rows, starts)
+        batch = self.batch
+        self.lengths, self.starts = np.diff(batch.ends).tolist(), batch.starts.tolist()
+        self.prompts = prompt_digests(batch.ids, batch.ends.tolist(), self.starts)
         self.groups = number(self.prompts)
-        tokens = sum(self.lengths)
-        self.stats = Stats(rows=len(rows), tokens=tokens, scored=tokens - sum(starts))
-        # a row without response needs no teacher: it has exactly 0 values
-        nothing = _no_values(self.batch)
-        self.values = [None if start < length else nothing for start, length in zip(starts, self.lengths, strict=True)]
-
-    @property
-    def needed(self) -> list[int]:
-        """Rows that have a value to get."""
-        return [row for row, start in enumerate(self.batch.starts) if start < self.lengths[row]]
+        self.needed = [row for row, start in enumerate(self.starts) if start < self.lengths[row]]
+        tokens = len(batch.ids)
+        self.stats = Stats(rows=batch.num_rows, tokens=tokens, scored=tokens - sum(self.starts))
+        self.columns = [None if nothing is None else [nothing] * batch.num_rows for nothing in _no_values(batch)]
+        for column in self.columns:
+            if column is not None:  # a row without response needs no teacher: it has exactly 0 values
+                for row in self.needed:
+                    column[row] = None
 
     def caps(self, max_tokens: int, limits: Limits) -> Caps:
         return Caps(max_tokens, limits, self.batch.topk, self.batch.num_candidates)
 
     def cut(self, wanted: Sequence[int], caps: Caps, prefer: str = "") -> None:
         """Queue these rows as requests; those that no request can hold have their error now."""
-        chunks, too_big = plan(wanted, self.lengths, self.batch.starts, self.groups, caps)
+        chunks, too_big = plan(wanted, self.lengths, self.starts, self.groups, caps)
         for chunk in chunks:
             chunk.prefer = prefer
         self.waiting.extend(chunks)
@@ -120,48 +132,42 @@ class Call:
             self.row_errors.append(RowError(row, "limit", message))
 
     def question(self, chunk: Chunk) -> Question:
-        candidates = self.batch.candidates
+        batch, rows = self.batch, chunk.rows
         return Question(
-            np.array([self.lengths[row] for row in chunk.rows], dtype=np.int32),
-            np.array([self.batch.starts[row] for row in chunk.rows], dtype=np.int32),
-            np.concatenate([self.batch.rows[row] for row in chunk.rows]),
-            np.concatenate([candidates[row] for row in chunk.rows]) if candidates is not None else None,
+            np.array([self.lengths[row] for row in rows], dtype=np.int32),
+            np.array([self.starts[row] for row in rows], dtype=np.int32),
+            pick(batch.ids, batch.ends, rows),
+            None if batch.candidates is None else pick(batch.candidates, batch.value_ends, rows),
         )
 
     def store(self, chunk: Chunk, values: Values) -> None:
         """Give each row a view of its part of the reply."""
         failed = {error.row for error in values.row_errors}
-        end = 0
+        spans, end = [], 0
         for row in chunk.rows:
-            begin, end = end, end + self.lengths[row] - self.batch.starts[row]
+            begin, end = end, end + self.lengths[row] - self.starts[row]
             if row not in failed:
-                self.values[row] = values.part(slice(begin, end))
+                spans.append((row, begin, end))
+        for column, array in zip(self.columns, values.arrays(), strict=True):
+            if column is not None and array is not None:
+                for row, begin, end in spans:
+                    column[row] = array[begin:end]
         self.row_errors.extend(values.row_errors)
 
     def scores(self) -> Scores:
         """What the caller gets, once nothing is missing."""
-
-        def column(name: str) -> list[np.ndarray | None]:
-            return [None if values is None else getattr(values, name) for values in self.values]
-
-        return Scores(
-            logprobs=column("logprobs"),
-            topk_ids=column("topk_ids") if self.batch.topk else None,
-            topk_logprobs=column("topk_logprobs") if self.batch.topk else None,
-            candidate_logprobs=column("candidate_logprobs") if self.batch.candidates is not None else None,
-            row_errors=self.row_errors,
-            stats=self.stats,
-        )
+        logprobs, topk_ids, topk_logprobs, candidate_logprobs = self.columns
+        assert logprobs is not None
+        return Scores(logprobs, topk_ids, topk_logprobs, candidate_logprobs, self.row_errors, self.stats)
 
 
-def _no_values(batch: Batch) -> Values:
-    topk = np.zeros((0, batch.topk), np.float32)
-    return Values(
+def _no_values(batch: Batch) -> tuple[np.ndarray | None, ...]:
+    topk = np.zeros((0, batch.topk), np.float32) if batch.topk else None
+    return (
         np.zeros(0, np.float32),
-        topk.astype(np.int32) if batch.topk else None,
-        topk if batch.topk else None,
-        np.zeros((0, batch.num_candidates), np.float32) if batch.candidates is not None else None,
-        [],
+        None if topk is None else topk.astype(np.int32),
+        topk,
+        None if batch.candidates is None else np.zeros((0, batch.num_candidates), np.float32),
     )
 
 
@@ -172,7 +178,7 @@ def check_batch(
     temperature: float,
     candidates: Sequence[np.ndarray] | None,
 ) -> Batch:
-    """Rows and candidates as contiguous int32, without a copy where they are that already.
+    """Rows and candidates as int32, each in one array.
 
     Raises:
         ValueError: what TeacherClient.score says.
@@ -180,42 +186,47 @@ def check_batch(
     if topk < 0 or not 0 < temperature <= 1000:
         raise ValueError(f"topk={topk} must be >= 0 and temperature={temperature} within (0, 1000]")
     start_array = np.asarray(starts)
-    if len(rows) != len(start_array) or (len(rows) and start_array.dtype.kind not in "iu"):
-        raise ValueError(f"{len(rows)} rows and {len(start_array)} starts of type {start_array.dtype}")
-    arrays = []
-    start_list = start_array.tolist()
-    for index, (row, start) in enumerate(zip(rows, start_list, strict=True)):
-        ids = np.asarray(row)
+    if start_array.shape != (len(rows),) or (len(rows) and start_array.dtype.kind not in "iu"):
+        what = f"starts {start_array}" if start_array.ndim != 1 else f"{len(start_array)} starts"
+        raise ValueError(f"{len(rows)} rows and {what} of type {start_array.dtype}; write one start for each row")
+    arrays = [np.asarray(row) for row in rows]
+    for index, ids in enumerate(arrays):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"row {index} must be a 1-d array of integers, not {ids.dtype} {list(ids.shape)}")
-        if not 1 <= start <= len(ids):
-            raise ValueError(f"row {index} starts at {start}, outside [1, {len(ids)}]")
-        arrays.append(_int32(ids, f"row {index} has an id"))
-    batch = Batch(arrays, start_list, topk, temperature, None, 0)
+    ends = ends_of(np.array([len(ids) for ids in arrays], dtype=np.int64))
+    lengths = np.diff(ends)
+    outside = np.flatnonzero((start_array < 1) | (start_array > lengths))
+    if len(outside):
+        index = outside[0]
+        raise ValueError(f"row {index} starts at {start_array[index]}, outside [1, {lengths[index]}]")
+    ids = _int32(arrays, "row {} has an id") if arrays else np.zeros(0, np.int32)
+    batch = Batch(ids, ends, start_array.astype(np.int64), topk, temperature, None)
     return batch if candidates is None else _with_candidates(batch, candidates)
 
 
 def _with_candidates(batch: Batch, candidates: Sequence[np.ndarray]) -> Batch:
-    if len(candidates) != len(batch.rows):
-        raise ValueError(f"{len(batch.rows)} rows and {len(candidates)} arrays of candidates")
+    if len(candidates) != batch.num_rows:
+        raise ValueError(f"{batch.num_rows} rows and {len(candidates)} arrays of candidates")
     arrays: list[np.ndarray] = []
-    for index, (row, start, some) in enumerate(zip(batch.rows, batch.starts, candidates, strict=True)):
+    for index, (count, some) in enumerate(zip(np.diff(batch.value_ends).tolist(), candidates, strict=True)):
         ids = np.asarray(some)
         width = arrays[0].shape[1] if arrays else max(ids.shape[-1:], default=0)
-        wanted = (len(row) - start, width)
-        if ids.shape != wanted or not width or ids.dtype.kind not in "iu":
+        if ids.shape != (count, width) or not width or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"the candidates of row {index} must be integers [{wanted[0]}, {width or 'C'}], as many for each of "
+                f"the candidates of row {index} must be integers [{count}, {width or 'C'}], as many for each of "
                 f"its scored positions as in every other row, not {ids.dtype} {list(ids.shape)}"
             )
-        arrays.append(_int32(ids, f"the candidates of row {index} have an id"))
-    width = arrays[0].shape[1] if arrays else 0
-    return Batch(batch.rows, batch.starts, batch.topk, batch.temperature, arrays, width)
+        arrays.append(ids)
+    ids = _int32(arrays, "the candidates of row {} have an id") if arrays else np.zeros((0, 0), np.int32)
+    return dataclasses.replace(batch, candidates=ids)
 
 
-def _int32(ids: np.ndarray, what: str) -> np.ndarray:
+def _int32(arrays: Sequence[np.ndarray], what: str) -> np.ndarray:
+    """Integer arrays one behind the other, at least one; `what` names the one that does not fit."""
+    ids = np.concatenate(arrays)
     if ids.dtype != np.int32:
-        if ids.size and (int(ids.max()) > _MAX_ID or int(ids.min()) < -_MAX_ID):
-            raise ValueError(f"{what} that does not fit 32 bits")
+        if ids.size and (ids.max() > _MAX_ID or ids.min() < -_MAX_ID):
+            index = next(i for i, a in enumerate(arrays) if a.size and (a.max() > _MAX_ID or a.min() < -_MAX_ID))
+            raise ValueError(f"{what.format(index)} that does not fit 32 bits")
         ids = ids.astype(np.int32)
-    return np.ascontiguousarray(ids)
+    return ids

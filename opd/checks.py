@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import BadReply, RowError, TeacherMismatch, WireError
-from opd.wire import Expect, Question, Reply, frame_names, from_bin
+from opd.question import Question
+from opd.wire import Expect, Reply, frame_names, from_bin
 
 MAX_LOGPROB = 1e-5  # a log-softmax in float32 may round to just above 0
 MAX_MASS = 1.0 + 1e-3  # of the top-k probabilities of one position
@@ -33,12 +34,8 @@ class Values(NamedTuple):
     candidate_logprobs: np.ndarray | None  # float32 [N, C]
     row_errors: list[RowError]  # `row` counts in the caller's batch
 
-    def part(self, where: slice) -> Values:
-        """Some positions without their errors, as views."""
-        if self.topk_ids is None and self.candidate_logprobs is None:  # the usual case, and there may be many rows
-            return Values(self.logprobs[where], None, None, None, [])
-        ids, topk_logprobs, candidate_logprobs = (None if a is None else a[where] for a in self[1:4])
-        return Values(self.logprobs[where], ids, topk_logprobs, candidate_logprobs, [])
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        return self.logprobs, self.topk_ids, self.topk_logprobs, self.candidate_logprobs
 
 
 def check_reply(
@@ -85,14 +82,16 @@ def check_reply(
 
     failed_n = _failed_rows(reply, len(counts_n))
     failed_N = np.repeat(failed_n, counts_n) if failed_n.any() else None
-    good_N = (logprobs <= MAX_LOGPROB) & (logprobs > -np.inf)  # NaN fails both
-    if failed_N is not None:
-        if not np.isnan(logprobs[failed_N]).all():
-            raise BadReply("a row is listed as failed and has values at the same time")
-        good_N |= failed_N
-    if not good_N.all():
-        first = int(np.argmin(good_N))
-        raise BadReply(f"row {_row_at(first, ends_n, names)} has log-prob {logprobs[first]} for one of its tokens")
+    if failed_N is not None and not np.isnan(logprobs[failed_N]).all():
+        raise BadReply("a row is listed as failed and has values at the same time")
+    # one look at all of them first, since there may be millions; NaN fails both comparisons
+    if total and not (logprobs.max() <= MAX_LOGPROB and logprobs.min() > -np.inf):
+        good_N = (logprobs <= MAX_LOGPROB) & (logprobs > -np.inf)
+        if failed_N is not None:
+            good_N |= failed_N
+        if not good_N.all():
+            first = int(np.argmin(good_N))
+            raise BadReply(f"row {_row_at(first, ends_n, names)} has log-prob {logprobs[first]} for one of its tokens")
 
     wanted = frame_names(topk, question.num_candidates)
     if tuple(raw) != wanted:

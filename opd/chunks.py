@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
+from xxhash import xxh3_128_digest
 
 from opd.wire import Limits, reply_bytes
 
 MAX_REPLY_BYTES = 512 << 20  # a larger one is cut off by our own socket, whatever the server would send
+JOINED_REPLY_BYTES = 8 << 20  # prompts share a request up to here: beyond, new memory costs more than a request
 ENVELOPE_BYTES = 8192  # at most what a request or a reply needs besides its arrays
 
 
@@ -37,21 +38,28 @@ class Chunk:
     avoid: str = ""  # address where it failed last
     prefer: str = ""  # address that was asked to prefetch these rows
 
+    def add(self, other: Chunk) -> None:
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.scored += other.scored
 
-def prompt_digests(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[bytes]:
-    """A name per row, equal where the prompts ids[:start] are equal."""
-    return [xxhash.xxh3_128_digest(row[:start].data) for row, start in zip(rows, starts, strict=True)]
+
+def prompt_digests(ids: np.ndarray, ends: Sequence[int], starts: Sequence[int]) -> list[bytes]:
+    """A name per row, equal where the prompts are equal.
+
+    Args:
+        ids: int32 [S], the rows one behind the other.
+        ends: [B + 1], where each row ends, and before them 0.
+        starts: [B], lengths of the prompts.
+    """
+    view = ids.data.cast("B")
+    return [xxh3_128_digest(view[4 * end : 4 * (end + start)]) for end, start in zip(ends[:-1], starts, strict=True)]
 
 
 def number(names: Sequence[bytes]) -> list[int]:
     """A number per name, in the order of first appearance."""
     seen: dict[bytes, int] = {}
     return [seen.setdefault(name, len(seen)) for name in names]
-
-
-def group_by_prompt(rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[int]:
-    """A number per row, equal where the prompts ids[:start] are equal, in the order of first appearance."""
-    return number(prompt_digests(rows, starts))
 
 
 def request_bytes(num_rows: int, tokens: int, candidates: int = 0) -> int:
@@ -86,8 +94,15 @@ class Caps:
             and reply_bytes(scored, self.topk, self.num_candidates) <= self.limits.max_reply_bytes
         )
 
-    def has_room(self, num_rows: int, tokens: int, scored: int) -> bool:
-        return tokens <= self.max_tokens and self.fits(num_rows, tokens, scored)
+    def has_room(self, *chunks: Chunk) -> bool:
+        """Whether these may be one request."""
+        tokens, scored = sum([chunk.tokens for chunk in chunks]), sum([chunk.scored for chunk in chunks])
+        return tokens <= self.max_tokens and self.fits(sum([len(chunk.rows) for chunk in chunks]), tokens, scored)
+
+    def may_join(self, a: Chunk, b: Chunk) -> bool:
+        """Whether two that might go alone should be one request."""
+        nbytes = reply_bytes(a.scored + b.scored, self.topk, self.num_candidates)
+        return nbytes <= JOINED_REPLY_BYTES and self.has_room(a, b)
 
 
 def plan(
@@ -103,44 +118,36 @@ def plan(
         The chunks, and the rows that no request can hold even alone.
     """
     members: dict[int, list[int]] = {}
-    too_big = []
     for row in wanted:
-        if caps.fits(1, lengths[row], lengths[row] - starts[row]):
-            members.setdefault(groups[row], []).append(row)
-        else:
-            too_big.append(row)
+        members.setdefault(groups[row], []).append(row)
 
-    def size(rows: list[int]) -> tuple[int, int, int]:
-        tokens = sum(lengths[row] for row in rows)
-        return len(rows), tokens, tokens - sum(starts[row] for row in rows)
+    def chunk_of(rows: list[int], family: int | None = None) -> Chunk:
+        tokens = sum([lengths[row] for row in rows])
+        return Chunk(rows, tokens, tokens - sum([starts[row] for row in rows]), family)
 
-    def add(rows: list[int], family: int | None = None) -> None:
-        if rows:
-            chunks.append(Chunk(rows, *size(rows)[1:], family=family))
-
-    def packed(parts: list[list[int]]) -> list[list[int]]:
-        """Join neighbours while there is room."""
-        joined: list[list[int]] = []
-        total = (0, 0, 0)
-        for part in parts:
-            more = size(part)
-            both = (total[0] + more[0], total[1] + more[1], total[2] + more[2])
-            if joined and caps.has_room(*both):
-                joined[-1].extend(part)
-                total = both
-            else:
-                joined.append(list(part))
-                total = more
-        return joined
-
-    chunks: list[Chunk] = []
-    whole: list[list[int]] = []  # prompts that fit one request
+    pieces: list[Chunk] = []  # of prompts that exceed one request
+    whole: list[Chunk] = []  # prompts that fit one
+    too_big: list[int] = []
     for group, rows in members.items():
-        if caps.has_room(*size(rows)):
-            whole.append(rows)
-            continue
-        for piece in packed([[row] for row in rows]):
-            add(piece, family=group if len(rows) > 1 else None)
-    for piece in packed(whole):
-        add(piece)
-    return chunks, too_big
+        chunk = chunk_of(rows)
+        if not caps.has_room(chunk):
+            fits = {row: caps.fits(1, lengths[row], lengths[row] - starts[row]) for row in rows}
+            too_big += [row for row in rows if not fits[row]]
+            chunk = chunk_of([row for row in rows if fits[row]])
+        if not caps.has_room(chunk):
+            family = group if len(chunk.rows) > 1 else None
+            pieces += _joined([chunk_of([row], family) for row in chunk.rows], caps)
+        elif chunk.rows:
+            whole.append(chunk)
+    return pieces + _joined(whole, caps), too_big
+
+
+def _joined(chunks: Sequence[Chunk], caps: Caps) -> list[Chunk]:
+    """Neighbours together, while there is room."""
+    joined: list[Chunk] = []
+    for chunk in chunks:
+        if joined and caps.may_join(joined[-1], chunk):
+            joined[-1].add(chunk)
+        else:
+            joined.append(chunk)
+    return joined

@@ -236,7 +236,7 @@ class TeacherClient:
             self._finish(call)
             self._sum_up(call)
             if call.row_errors and not return_row_errors:
-                raise RowsFailed(call.row_errors, len(batch.rows))
+                raise RowsFailed(call.row_errors, batch.num_rows)
             return call.scores()
 
     def prefetch(
@@ -378,9 +378,12 @@ class TeacherClient:
         known = [replica.info.limits for replica in self._replicas if replica.info is not None]
         caps = call.caps(max(1, min(self._max_tokens, share)), common_limits(known))
         up = [replica.address for replica in self._replicas if replica.up]
+        if not by_home or not up:
+            call.cut(wanted, caps)
+            return
         rows_at: dict[str, list[int]] = {}
         for row in wanted:
-            rows_at.setdefault(home_of(call.prompts[row], up) if by_home and up else "", []).append(row)
+            rows_at.setdefault(home_of(call.prompts[row], up), []).append(row)
         for home, mine in rows_at.items():
             call.cut(mine, caps, home)
 

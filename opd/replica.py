@@ -24,11 +24,12 @@ from zmq.utils.monitor import recv_monitor_message
 from opd.chunks import MAX_REPLY_BYTES, Chunk, request_bytes
 from opd.deadline import Backoff
 from opd.errors import ConfigError, TeacherMismatch, WireError
+from opd.question import Question
 from opd.wire import (
+    COPY_BYTES,
     InfoRequest,
     ModelInfo,
     PingRequest,
-    Question,
     Reply,
     Request,
     ServerInfo,
@@ -160,6 +161,7 @@ class Replica:
         # connected to several would go on sending to a dead one in turn.
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.copy_threshold = COPY_BYTES
         socket.immediate = 1  # nothing is queued for a peer that is not there
         socket.ipv6 = int("[" in self.address)
         socket.sndhwm = socket.rcvhwm = 16  # messages, a few more than requests are ever under way
@@ -236,10 +238,11 @@ class Replica:
         self._ask_at(0.0)
 
     def begin(self) -> None:
-        """A call begins: take in what happened since the last one, and ping at once rather than believe old news."""
+        """A call begins: take in what happened since the last one. Good news is believed until its ping is due."""
         self.counts = Counts()
         self.receive()
-        self._ask_at(0.0)
+        if not self.up:
+            self._ask_at(0.0)
 
     def _give_back(self, ids: list[bytes]) -> None:
         self.lost.extend(self.inflight.pop(request_id) for request_id in ids)
@@ -328,12 +331,9 @@ class Replica:
         """Everything that has arrived. Answers before events: a reply that came before the connection broke counts."""
         answers: list[Answer] = []
         for _ in range(_MESSAGES_PER_TURN):
-            if self._socket is None:
-                return answers
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if self._socket is None or not self._socket.poll(0):
                 break
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self._heard_at = time.monotonic()
             self.counts.received_bytes += sum(len(frame) for frame in frames)
             answer = self._read([frame.buffer for frame in frames])
@@ -416,11 +416,8 @@ class Replica:
         self._give_back([request_id for request_id, attempt in self.inflight.items() if attempt.boot != boot])
 
     def _take_events(self) -> None:
-        while self._monitor is not None:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            except zmq.Again:
-                return
+        while self._monitor is not None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_CONNECTED:
                 self._note("connected, no handshake")  # the kernel accepts for a stopped process too
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -14,17 +14,18 @@ import numpy as np
 import zmq
 
 from opd import wire
+from opd.question import Question, unpack
 
 VOCAB = 10_000
 
 
-def honest_values(question: wire.Question) -> np.ndarray:
+def honest_values(question: Question) -> np.ndarray:
     return np.concatenate(
         [-row[start:] / 1000 for row, start in zip(question.rows(), question.starts, strict=True)]
     ).astype("<f4")
 
 
-def honest_topk(question: wire.Question, topk: int) -> tuple[np.ndarray, np.ndarray]:
+def honest_topk(question: Question, topk: int) -> tuple[np.ndarray, np.ndarray]:
     """The sampled id first, then the ones after it; every one less likely than the one before."""
     sampled = np.concatenate([row[start:] for row, start in zip(question.rows(), question.starts, strict=True)])
     ids = (sampled[:, None] + np.arange(topk)) % VOCAB
@@ -32,7 +33,7 @@ def honest_topk(question: wire.Question, topk: int) -> tuple[np.ndarray, np.ndar
     return ids.astype("<i4"), values.astype("<f4")
 
 
-def honest_candidates(question: wire.Question) -> np.ndarray | None:
+def honest_candidates(question: Question) -> np.ndarray | None:
     return None if question.candidates is None else (-question.candidates / 1000).astype("<f4")
 
 
@@ -48,7 +49,7 @@ class FakeTeacher:
 
     def __init__(
         self,
-        on_score: Callable[[FakeTeacher, list[bytes], wire.ScoreRequest, wire.Question], None] | None = None,
+        on_score: Callable[[FakeTeacher, list[bytes], wire.ScoreRequest, Question], None] | None = None,
         *,
         port: int = 0,
         model: str = "model-1",
@@ -72,9 +73,9 @@ class FakeTeacher:
         self.max_topk, self.max_candidates, self.temperature = max_topk, max_candidates, temperature
         self.max_length = max_length
         self.vocabulary = vocabulary  # what the fingerprint `tokenizer` should be of
-        self.requests: list[tuple[wire.ScoreRequest, wire.Question]] = []
+        self.requests: list[tuple[wire.ScoreRequest, Question]] = []
         self.asked = 0  # info and ping
-        self.prefetched: list[tuple[wire.PrefetchRequest, wire.Question]] = []
+        self.prefetched: list[tuple[wire.PrefetchRequest, Question]] = []
         self.paused = False  # alive for TCP and ZMTP, dead for everybody else
         self.raw_info: list[bytes] | None = None  # sent instead of an answer to info
         self._stop = threading.Event()
@@ -102,7 +103,7 @@ class FakeTeacher:
     def send(self, envelope: list[bytes], frames: list) -> None:
         self._router.send_multipart([*envelope, *frames])
 
-    def reply(self, request: wire.ScoreRequest, question: wire.Question, **changes: object) -> wire.Reply:
+    def reply(self, request: wire.ScoreRequest, question: Question, **changes: object) -> wire.Reply:
         """The honest answer, with some fields replaced."""
         fields: dict = {
             "id": request.id,
@@ -115,7 +116,7 @@ class FakeTeacher:
         }
         return wire.Reply(**fields | changes)
 
-    def be_honest(self, envelope: list[bytes], request: wire.ScoreRequest, question: wire.Question) -> None:
+    def be_honest(self, envelope: list[bytes], request: wire.ScoreRequest, question: Question) -> None:
         topk = honest_topk(question, request.topk) if request.topk else (None, None)
         self.send(envelope, wire.encode_reply(self.reply(request, question), *topk, honest_candidates(question)))
 
@@ -157,13 +158,13 @@ class FakeTeacher:
             assert frames[1] == b"" and len(frames) == 3
             envelope, request = frames[:2], wire.decode_request(frames[2])
             if isinstance(request, wire.ScoreRequest):
-                question = wire.unpack(request, wire.Limits())
+                question = unpack(request, wire.Limits())
                 self.requests.append((request, question))
                 self.on_score(self, envelope, request, question)
                 continue
             self.asked += 1
             if isinstance(request, wire.PrefetchRequest):
-                self.prefetched.append((request, wire.unpack(request, wire.Limits())))
+                self.prefetched.append((request, unpack(request, wire.Limits())))
             elif isinstance(request, wire.SleepRequest | wire.WakeRequest):
                 self.state = "sleeping" if isinstance(request, wire.SleepRequest) else "ready"
             if isinstance(request, wire.VocabRequest) and not self.vocabulary:

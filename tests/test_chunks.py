@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from opd.chunks import ENVELOPE_BYTES, Caps, common_limits, group_by_prompt, plan
+from opd.chunks import ENVELOPE_BYTES, Caps, common_limits, number, plan, prompt_digests
 from opd.wire import Limits
 
 
@@ -17,8 +17,8 @@ def cut(lengths, groups, *, max_tokens=100, starts=None, topk=0, candidates=0, w
 
 
 def test_prompts_are_equal_when_their_ids_and_their_length_are():
-    rows = [np.array(row, dtype=np.int32) for row in ([1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 2, 9], [2, 1, 3])]
-    assert group_by_prompt(rows, [2, 2, 1, 2, 2]) == [0, 0, 1, 0, 2]
+    ids = np.array([1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 2, 1, 3], dtype=np.int32)
+    assert number(prompt_digests(ids, [0, 3, 6, 9, 11, 14], [2, 2, 1, 2, 2])) == [0, 0, 1, 0, 2]
 
 
 PLANS = {
@@ -48,6 +48,8 @@ PLANS = {
         {"max_reply_bytes": 160, "candidates": 1},
         [([0, 1], None), ([2], None)],
     ),
+    "prompts with large replies go apart": ([11] * 2, [0, 1], {"topk": 65_536}, [([0], None), ([1], None)]),
+    "but a prompt is not parted for that": ([11] * 2, [0, 0], {"topk": 65_536}, [([0, 1], None)]),
     "candidates count in the request too": (
         [11] * 3,
         [0, 1, 2],

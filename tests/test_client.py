@@ -30,6 +30,7 @@ from opd.errors import (
     TeacherMismatch,
     TeacherUnavailable,
 )
+from opd.question import Question
 from opd.replica import Timing
 
 QUICK = Timing(ping_every_s=0.05, ask_every_s=0.05, silent_after_s=1.5, first_backoff_s=0.01, most_backoff_s=0.1)
@@ -129,7 +130,7 @@ def test_requests_with_candidates_keep_the_teachers_limit_on_bytes():
 
 def test_a_reply_for_other_candidates_is_refused():
     def other(fake, envelope, request, question):
-        swapped = wire.Question(question.lengths, question.starts, question.ids, question.candidates[:, ::-1])
+        swapped = Question(question.lengths, question.starts, question.ids, question.candidates[:, ::-1])
         fake.send(envelope, wire.encode_reply(fake.reply(request, swapped), None, None, honest_candidates(swapped)))
 
     rows, starts = hostile_rows()
@@ -784,6 +785,22 @@ def test_a_restart_with_another_model_stops_the_call_and_no_value_is_used():
             with pytest.raises(TeacherMismatch, match=r"'model-2'.*'model-1'"):
                 client.score(rows, starts, timeout_s=5)
             assert other.requests == []
+
+
+def test_news_of_a_moment_ago_is_believed_and_older_news_is_not():
+    rows, starts = default_rows(3)
+    with FakeTeacher() as teacher, client_of(teacher, timing=Timing(ping_every_s=0.3)) as client:
+        client.wait_until_ready(10)
+        asked = teacher.asked
+        for _ in range(3):
+            client.score(rows, starts, timeout_s=10)
+        assert teacher.asked == asked
+        time.sleep(0.35)
+        client.score(rows, starts, timeout_s=10)
+        until = time.monotonic() + 2
+        while teacher.asked == asked and time.monotonic() < until:  # it was sent; the teacher may still be reading
+            time.sleep(0.01)
+        assert teacher.asked == asked + 1
 
 
 def test_a_boot_that_changes_behind_a_proxy_is_noticed_by_the_next_ping():

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from opd.errors import RowError
+from opd.question import Question
 from opd.serving.job import Job, Piece, Values
 from opd.serving.queue import MAX_RETRY_MS, MIN_RETRY_MS, Batch, Queue
-from opd.wire import Question, digest
+from opd.wire import digest
 
 
 def make_job(

@@ -31,12 +31,13 @@ from conftest import CHILD_ENV, ROOT, ServerProcess, wait_until
 from moody_scorer import BREAK_ID, OVERWRITE_ID, SEGFAULT_ID, SHAPE_ID, SHORT_LIST_ID, MoodyScorer
 
 from opd.errors import ConfigError, WireError
+from opd.question import check_model
 from opd.scoring import oracle
 from opd.scoring.scorer import LoadOptions, Row, RowScores
 from opd.serving import link
 from opd.serving.worker import score_batch
 from opd.teacher_server import check_reach
-from opd.wire import Expect, ModelInfo, ScoreRequest, check_model, digest
+from opd.wire import Expect, ModelInfo, ScoreRequest, digest
 
 Rows = list[list[int]]
 VOCAB, MAX_LENGTH = 1000, 64

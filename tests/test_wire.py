@@ -13,6 +13,7 @@ import pytest
 
 from opd import wire
 from opd.errors import RowError, WireError
+from opd.question import Question, check_model, check_rows, unpack
 
 ID = bytes(range(16))
 MODEL = wire.ModelInfo(
@@ -55,8 +56,8 @@ def request_map(**changes: object) -> dict[str, object]:
     return {key: value for key, value in good.items() if value is not ...}
 
 
-def question(lengths: list[int], starts: list[int], ids: list[int]) -> wire.Question:
-    return wire.Question(*(np.array(values, dtype=np.int32) for values in (lengths, starts, ids)))
+def question(lengths: list[int], starts: list[int], ids: list[int]) -> Question:
+    return Question(*(np.array(values, dtype=np.int32) for values in (lengths, starts, ids)))
 
 
 def code_of(body: object) -> str:
@@ -87,7 +88,7 @@ def test_a_prefetch_has_the_columns_of_a_score() -> None:
     got = wire.decode_request(body)
     assert isinstance(got, wire.PrefetchRequest) and got.topk == 2
     assert msgpack.unpackb(wire.encode_request(got)) == request_map(op="prefetch", topk=2, expect=None, **NO_CANDIDATES)
-    assert [row.tolist() for row in wire.unpack(got, wire.Limits()).rows()] == [[5, 6, 7], [8, 9]]
+    assert [row.tolist() for row in unpack(got, wire.Limits()).rows()] == [[5, 6, 7], [8, 9]]
     assert code_of(msgpack.packb(request_map(op="prefetch", temperature=0.0))) == "schema"
     assert wire.PrefetchRequest.__struct_fields__ == wire.ScoreRequest.__struct_fields__
 
@@ -108,9 +109,9 @@ def test_candidates_of_a_plain_msgpack_client_are_read_back_by_position_and_are_
     body = msgpack.packb(request_map(**CANDIDATES))
     request = wire.decode_request(body)
     assert isinstance(request, wire.ScoreRequest)
-    asked = wire.unpack(request, wire.Limits())
+    asked = unpack(request, wire.Limits())
     assert asked.candidates is not None and asked.candidates.tolist() == [[50, 51], [52, 53], [54, 54]]
-    assert asked.num_candidates == 2 and wire.check_rows(asked, MODEL) == []
+    assert asked.num_candidates == 2 and check_rows(asked, MODEL) == []
     assert msgpack.unpackb(wire.encode_request(request)) == request_map(expect=None, **CANDIDATES)
     assert np.shares_memory(asked.candidates, np.frombuffer(body, np.uint8))
 
@@ -120,7 +121,7 @@ def test_a_request_from_plain_msgpack_is_read_back_exactly() -> None:
     assert isinstance(request, wire.ScoreRequest)
     assert (request.id, request.client, request.budget_ms, request.topk) == (ID, "test", 5000, 0)
     assert request.expect == wire.Expect(model="a", tokenizer="b")
-    q = wire.unpack(request, wire.Limits())
+    q = unpack(request, wire.Limits())
     assert [row.tolist() for row in q.rows()] == [[5, 6, 7], [8, 9]]
     assert q.counts().tolist() == [2, 1]
 
@@ -205,7 +206,7 @@ def test_every_bit_flip_of_a_good_request_is_an_error_or_another_request() -> No
         try:
             request = wire.decode_request(bytes(flipped))
             if isinstance(request, wire.ScoreRequest):
-                wire.check_rows(wire.unpack(request, wire.Limits()), MODEL)
+                check_rows(unpack(request, wire.Limits()), MODEL)
         except WireError:
             continue
         survived += 1
@@ -228,7 +229,7 @@ def test_random_bytes_and_random_edits_raise_only_wire_errors() -> None:
         try:
             request = wire.decode_request(body)
             if isinstance(request, wire.ScoreRequest):
-                wire.check_rows(wire.unpack(request, wire.Limits()), MODEL)
+                check_rows(unpack(request, wire.Limits()), MODEL)
         except WireError:
             pass
         wire.read_id(body)
@@ -343,7 +344,7 @@ def test_arrays_that_do_not_belong_together(changes: dict[str, object], code: st
     request = wire.decode_request(msgpack.packb(request_map(**changes)))
     assert isinstance(request, wire.ScoreRequest)
     with pytest.raises(WireError) as caught:
-        wire.unpack(request, wire.Limits(max_rows=3, max_reply_bytes=1000))
+        unpack(request, wire.Limits(max_rows=3, max_reply_bytes=1000))
     assert caught.value.code == code
 
 
@@ -382,13 +383,13 @@ def test_a_row_is_judged_alone(lengths: list[int], starts: list[int], ids: list[
             [1] * before + starts + [1] * after,
             good * before + ids + good * after,
         )
-        errors = wire.check_rows(q, MODEL)
+        errors = check_rows(q, MODEL)
         assert [(error.row, error.code) for error in errors] == ([] if want is None else [(before, want)])
         assert all(isinstance(error, RowError) and str(before) in error.message for error in errors)
 
 
 def test_a_range_error_names_row_position_and_vocabulary() -> None:
-    (error,) = wire.check_rows(question([2, 3], [1, 1], [1, 2, 3, 4, 100]), MODEL)
+    (error,) = check_rows(question([2, 3], [1, 1], [1, 2, 3, 4, 100]), MODEL)
     assert error == (1, "token_range", "row 1 has id 100 at position 2; this teacher's vocabulary has 100 ids")
 
 
@@ -396,28 +397,28 @@ def test_a_candidate_out_of_range_fails_its_row_and_no_other() -> None:
     """Rows with a bad start have no candidates; the positions of the rows behind them are still the right ones."""
     asked = question([3, 2, 2, 3], [1, 5, 1, 1], [1] * 10)
     candidates = np.array([[1, 99], [1, 1], [99, 0], [1, 2], [100, -1]], np.int32)
-    (start, candidate) = wire.check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)
+    (start, candidate) = check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)
     assert (start.row, start.code) == (1, "bad_start")
     message = "row 3 has candidate 100 at position 2; this teacher's vocabulary has 100 ids"
     assert candidate == (3, "token_range", message)
     candidates[0, 0] = -1
-    rows = [error.row for error in wire.check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)]
+    rows = [error.row for error in check_rows(msgspec.structs.replace(asked, candidates=candidates), MODEL)]
     assert rows == [0, 1, 3]
 
 
 def test_candidates_that_a_model_cannot_give_are_refused_by_name() -> None:
     request = wire.decode_request(msgpack.packb(request_map(**CANDIDATES)))
     assert isinstance(request, wire.ScoreRequest)
-    wire.check_model(request, msgspec.structs.replace(MODEL, max_candidates=2))
+    check_model(request, msgspec.structs.replace(MODEL, max_candidates=2))
     for most, code in ((1, "limit"), (0, "candidates_unsupported")):
         with pytest.raises(WireError) as caught:
-            wire.check_model(request, msgspec.structs.replace(MODEL, max_candidates=most))
+            check_model(request, msgspec.structs.replace(MODEL, max_candidates=most))
         assert caught.value.code == code
 
 
 def test_several_bad_rows_are_each_named_once_in_order() -> None:
     q = question([2, 0, 2, 9], [1, 1, 5, 1], [100, 101, 1, 1] + [200] * 9)
-    assert [(e.row, e.code) for e in wire.check_rows(q, MODEL)] == [
+    assert [(e.row, e.code) for e in check_rows(q, MODEL)] == [
         (0, "token_range"),
         (1, "empty_row"),
         (2, "bad_start"),
@@ -426,12 +427,12 @@ def test_several_bad_rows_are_each_named_once_in_order() -> None:
 
 
 def test_big_endian_ids_are_out_of_range_rather_than_scored() -> None:
-    q = wire.Question(
+    q = Question(
         np.array([2], np.int32),
         np.array([1], np.int32),
         wire.from_bin(np.array([5, 6], ">i4").tobytes(), np.int32, "ids"),
     )
-    assert [e.code for e in wire.check_rows(q, MODEL)] == ["token_range"]
+    assert [e.code for e in check_rows(q, MODEL)] == ["token_range"]
 
 
 def test_counts_are_zero_where_the_start_is_wrong() -> None:

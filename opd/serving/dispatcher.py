@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from opd import wire
+from opd.errors import RowError
 from opd.serving.cache import ResultCache
 from opd.serving.counts import Counts
 from opd.serving.job import Job, read_values
@@ -93,7 +93,7 @@ class Dispatcher:
         self._flying[batch.seq] = (batch, [piece.digest() for piece in batch.pieces])
         for piece in batch.pieces:
             if piece.job.open:
-                piece.job.digest = piece.job.digest or wire.digest(*piece.job.question.arrays())
+                piece.job.digest()
             if self.cache.max_bytes:
                 for row in range(piece.lo, piece.hi):
                     piece.job.key(row)
@@ -116,9 +116,9 @@ class Dispatcher:
             self._supervisor.lose("it answered for other ids than it was given", now)
             return
         del self._flying[scores.seq]
-        errors: dict[int, list[wire.RowError]] = defaultdict(list)
+        errors: dict[int, list[RowError]] = defaultdict(list)
         for number, row, code, message in scores.errors:
-            errors[number].append(wire.RowError(row, code, message))
+            errors[number].append(RowError(row, code, message))
         if scores.seconds:
             self._queue.observe(batch.tokens, scores.seconds)
             self._counts.batch(batch.num_rows, batch.tokens, scores.seconds)

@@ -86,10 +86,9 @@ class Endpoint:
     def receive(self) -> Iterator[tuple[list[bytes], list[zmq.Frame]]]:
         """Envelope and body of the messages that have come; some of them, when there are many."""
         for _ in range(MESSAGES_PER_TURN):
-            try:
-                frames = self.router.recv_multipart(flags=zmq.DONTWAIT, copy=False)
-            except zmq.Again:
+            if not self.router.poll(0):
                 return
+            frames = self.router.recv_multipart(flags=zmq.DONTWAIT, copy=False)
             # REQ-compatible: everything up to and including the first empty frame goes back as it came
             hops = next((i for i in range(1, min(len(frames), MAX_HOPS + 1)) if len(frames[i]) == 0), None)
             if hops is None or sum(len(frame) for frame in frames[: hops + 1]) > MAX_ENVELOPE_BYTES:

@@ -19,10 +19,12 @@ import zmq
 
 from opd import __version__, wire
 from opd.errors import WireError
+from opd.question import check_model, check_rows, unpack
 from opd.serving.counts import Counts
 from opd.serving.dispatcher import Dispatcher
 from opd.serving.endpoint import Endpoint
 from opd.serving.job import Job
+from opd.serving.memory import keep_freed_memory
 from opd.serving.queue import Queue
 from opd.serving.signals import Signals
 from opd.serving.supervisor import EngineFailed, Settings, Supervisor
@@ -88,6 +90,7 @@ class Front:
         Raises:
             EngineFailed: the worker cannot be brought up; everybody who waited was told.
         """
+        keep_freed_memory()
         signals = Signals()
         for source in (self._endpoint.router, self._endpoint.zap, signals.source):
             self._poller.register(source, zmq.POLLIN)
@@ -261,14 +264,14 @@ class Front:
             WireError: they cannot be scored by this teacher at any time.
         """
         arrived = time.monotonic()
-        question = wire.unpack(request, self._options.limits)
+        question = unpack(request, self._options.limits)
         model = self._model_if_ready(envelope, request.id)
         if model is None:
             return None
         if self._to_sleep:
             self._busy(envelope, request.id, "sleeping", "asleep, or about to be; wake it first", RETRY_LOADING_MS)
             return None
-        wire.check_model(request, model)
+        check_model(request, model)
         return Job(
             question,
             request_id=request.id,
@@ -278,7 +281,7 @@ class Front:
             temperature=request.temperature,
             arrived=arrived,
             deadline=arrived + request.budget_ms / 1000,
-            bad_rows=wire.check_rows(question, model),
+            bad_rows=check_rows(question, model),
             model=model.model,
         )
 
@@ -344,7 +347,7 @@ class Front:
             "ok",
             logprobs=wire.to_bin(logprobs, np.float32),
             row_errors=[(error.row, error.code, wire.clip(error.message)) for error in errors],
-            ids_digest=job.digest or wire.digest(*job.question.arrays()),
+            ids_digest=job.digest(),
             queue_ms=((job.dispatched or job.arrived) - job.arrived) * 1000,
             score_ms=job.score_ms,
             cached_rows=job.num_known,

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import RowError
+from opd.question import Question, ends_of, pick
 from opd.serving.cache import Kept, row_key
-from opd.wire import Question, digest, reply_bytes
+from opd.wire import digest, reply_bytes
 
 
 class Piece(NamedTuple):
@@ -63,6 +64,8 @@ class Piece(NamedTuple):
 
     def digest(self) -> bytes:
         """Name of what the worker is given for this piece: it sends the same of what it really scored."""
+        if self.job.is_as_asked and self.hi - self.lo == len(self.job.lengths):  # the usual case
+            return self.job.digest()
         return digest(self.lengths, self.starts, self.ids, self.candidates)
 
 
@@ -145,7 +148,6 @@ class Job:
         self.deadline = deadline
         self.dispatched: float | None = None
         self.score_ms = 0.0  # its share of the worker's time, that of known rows included
-        self.digest = b""  # of the question, once it was computed
         self.number = 0  # the queue's name for it, the tokens it counts for it,
         self.held_tokens = 0
         self.in_line = False  # and whether it still has rows to hand out
@@ -163,6 +165,7 @@ class Job:
         self.reply_bytes = reply_bytes(int(counts.sum()), topk, 2 * question.num_candidates)
         self.cursor = 0  # rows before it were handed out
         self.missing = len(self.lengths)  # rows without an answer
+        self._digest = b""
         self._values: Values | None = None
         self._known: dict[int, Values] = {}  # by row of the request: found in the cache
         self._keys: dict[int, bytes] = {}  # by row of the request
@@ -175,10 +178,20 @@ class Job:
             self.lengths, self.starts, self.ids, self.candidates = q.arrays()
         else:
             self.lengths, self.starts = q.lengths[rows], q.starts[rows]
-            self.ids = _pick(q.ids, q.lengths, rows)
-            self.candidates = None if q.candidates is None else _pick(q.candidates, q.counts(), rows)
-        self.ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
-        self.value_ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64) - self.starts)))
+            self.ids = pick(q.ids, ends_of(q.lengths), rows.tolist())
+            self.candidates = None if q.candidates is None else pick(q.candidates, ends_of(q.counts()), rows.tolist())
+        self.ends = ends_of(self.lengths)
+        self.value_ends = ends_of(self.lengths.astype(np.int64) - self.starts)
+
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether the rows to score are those of the request, in its order."""
+        return self._rows is None
+
+    def digest(self) -> bytes:
+        """Name of the question, which its answer has to give; computed once."""
+        self._digest = self._digest or digest(*self.question.arrays())
+        return self._digest
 
     @property
     def tokens(self) -> int:
@@ -324,10 +337,3 @@ class Job:
 
     def _blank(self, num_values: int) -> Values:
         return blank_values(num_values, self.topk, self.question.num_candidates)
-
-
-def _pick(array: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The parts of some rows, one behind the other, where each row has `lengths` items of the array."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    parts = [array[ends[row] - lengths[row] : ends[row]] for row in rows]
-    return np.concatenate(parts) if parts else array[:0]

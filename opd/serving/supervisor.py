@@ -29,7 +29,7 @@ from opd.errors import OPDError
 from opd.scoring.scorer import LoadOptions
 from opd.serving import link
 from opd.serving.queue import Batch
-from opd.wire import ModelInfo, State, clip, to_bin
+from opd.wire import COPY_BYTES, ModelInfo, State, clip, to_bin
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class _Process:
         self.beats = context.socket(zmq.PULL)
         self.unheard = {link.BATCHES, link.BEATS}  # sockets on which nothing has come yet
         for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
+            socket.copy_threshold = COPY_BYTES
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)  # the front bounds what is in flight
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -82,11 +83,8 @@ class _Process:
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """All messages that have come by now, heartbeats last."""
         for socket, name in ((self.batches, link.BATCHES), (self.beats, link.BEATS)):
-            while not socket.closed:
-                try:
-                    frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
-                except zmq.Again:
-                    break
+            while not socket.closed and socket.poll(0):
+                frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
                 if name in self.unheard:
                     self.unheard.discard(name)
                     if not self.unheard:  # both are connected: nobody needs the paths, and they cannot be left behind

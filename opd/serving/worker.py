@@ -29,7 +29,8 @@ from opd.errors import ConfigError, RowError
 from opd.scoring.scorer import LoadOptions, Row, RowScores, Scorer
 from opd.serving import link
 from opd.serving.job import Values, blank_values
-from opd.wire import clip, digest, to_bin
+from opd.serving.memory import keep_freed_memory
+from opd.wire import COPY_BYTES, clip, digest, to_bin
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info")
     args = parser.parse_args(argv)
     die_with(args.parent)
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return run(args.folder, args.parent, args.backend, msgspec.json.decode(args.options, type=LoadOptions))
@@ -77,6 +79,7 @@ def run(folder: Path, parent: int, backend: str, options: LoadOptions) -> int:
     context = zmq.Context()
     batches, beats = context.socket(zmq.PAIR), context.socket(zmq.PUSH)
     for socket, name in ((batches, link.BATCHES), (beats, link.BEATS)):
+        socket.copy_threshold = COPY_BYTES
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(f"ipc://{folder / name}")
@@ -211,8 +214,7 @@ def cut_rows(lengths: np.ndarray, starts: np.ndarray, ids: np.ndarray, candidate
     for length, start in zip(lengths.tolist(), starts.tolist(), strict=True):
         begin, end = end, end + length
         value_begin, value_end = value_end, value_end + length - start
-        mine = candidates[value_begin:value_end] if candidates is not None else None
-        rows.append(Row(ids[begin:end], start, mine))
+        rows.append(Row(ids[begin:end], start, candidates[value_begin:value_end] if candidates is not None else None))
     return rows
 
 
@@ -277,16 +279,16 @@ def _blank_unusable(
 
 def _has_shape(result: RowScores, row: Row, topk: int) -> bool:
     """Whether a result has the arrays that were asked for, and no others."""
+    logprobs, *others = result
     num_values = len(row.ids) - row.start
     top = (num_values, topk) if topk else None
-    wanted = [(num_values,), top, top, row.candidates.shape if row.candidates is not None else None]
-    return [None if array is None else array.shape for array in result] == wanted
+    wanted = [top, top, None if row.candidates is None else row.candidates.shape]
+    return logprobs.shape == (num_values,) and [None if a is None else a.shape for a in others] == wanted
 
 
 def _stack(parts: Sequence[RowScores]) -> Values:
-    columns = [[array for array in column if array is not None] for column in zip(*parts, strict=True)]
-    _, *others = (_concatenate(column) if column else None for column in columns)
-    return Values(np.concatenate(columns[0]), *others)
+    logprobs, *others = zip(*parts, strict=True)
+    return Values(np.concatenate(logprobs), *(None if column[0] is None else _concatenate(column) for column in others))
 
 
 def _usable(values: Values) -> bool:
