@@ -1168,15 +1168,21 @@ def test_many_calls_leave_no_sockets_and_no_memory_behind():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     with FakeTeacher() as teacher, client_of(teacher) as client:
-        for _ in range(3):
-            client.score(rows, [1] * 4, topk=60, timeout_s=20)
-            teacher.requests.clear()
-        files, memory = open_files(), resident_bytes()
-        for _ in range(12):
-            client.score(rows, [1] * 4, topk=60, timeout_s=20)
-            teacher.requests.clear()
+
+        def least_memory(calls: int) -> int:
+            """After any of some calls: the allocator may keep two replies' worth now and then."""
+            least = sys.maxsize
+            for _ in range(calls):
+                client.score(rows, [1] * 4, topk=60, timeout_s=20)
+                teacher.requests.clear()
+                least = min(least, resident_bytes())
+            return least
+
+        least_memory(3)  # what is made once
+        files, memory = open_files(), least_memory(8)
+        least_memory(24)
+        assert least_memory(8) - memory < 16 << 20
         assert open_files() <= files
-        assert resident_bytes() - memory < 16 << 20
 
 
 def test_a_client_that_nobody_closed_is_let_go_when_it_is_collected():
