@@ -317,6 +317,23 @@ def test_a_teacher_that_finds_the_students_ids_impossible_gives_the_gradient_of_
 # What is refused
 
 
+def test_without_a_tail_the_forward_kl_on_the_students_own_ids_is_mostly_silent():
+    """Why that combination is refused. With the tail, or on the teacher's ids, every position has a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teachers = (3 * torch.randn(64, 500, generator=generator) for _ in range(2))
+    teachers = teachers.log_softmax(-1)
+
+    def share_with_gradient(ids: torch.Tensor, *, tail: bool) -> float:
+        student = logits.clone().requires_grad_()
+        loss = topk_loss(student, torch.arange(64), ids, teachers.gather(1, ids), divergence="forward_kl", tail=tail)
+        loss.loss_N.sum().backward()
+        return float((student.grad.abs().sum(-1) > 0).float().mean())
+
+    own, theirs = logits.topk(8).indices, teachers.topk(8).indices
+    assert share_with_gradient(own, tail=False) < 0.1
+    assert share_with_gradient(own, tail=True) == share_with_gradient(theirs, tail=False) == 1
+
+
 @pytest.mark.parametrize(
     "overrides, says",
     [
@@ -324,6 +341,9 @@ def test_a_teacher_that_finds_the_students_ids_impossible_gives_the_gradient_of_
         (["teacher.topk_from=student"], "teacher.loss=sampled, which has no top-k"),
         (["teacher.topk_from=student", "teacher.loss=jsd_topk", "teacher.overlap=true"], "Set teacher.overlap=false"),
         (["teacher.topk_from=student", "teacher.loss=jsd_topk"], None),
+        (["teacher.topk_from=student", "teacher.loss=jsd_topk", "teacher.tail=false"], None),
+        (["teacher.topk_from=student", "teacher.loss=forward_kl_topk"], None),
+        (["teacher.topk_from=student", "teacher.loss=forward_kl_topk", "teacher.tail=false"], "and has no gradient"),
     ],
 )
 def test_settings_under_which_it_cannot_work_are_refused(overrides, says):
