@@ -250,9 +250,9 @@ def _check_topk(config: DictConfig) -> None:
         )
     if teacher.loss == "forward_kl_topk" and teacher.topk_from == "student" and not teacher.tail:
         raise ConfigError(
-            "teacher.tail=false with forward_kl_topk and teacher.topk_from=student: where the student has more mass on "
-            "its own top-k than the teacher, as it mostly has, the sum over it is negative, which counts as 0 and has no "
-            "gradient. Use tail=true, or topk_from=teacher"
+            "teacher.tail=false with forward_kl_topk and teacher.topk_from=student: where the student is surer of its "
+            "own top-k than the teacher, the sum is negative, counts as 0 and has no gradient. Use tail=true, or "
+            "topk_from=teacher"
         )
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
