@@ -248,6 +248,12 @@ def _check_topk(config: DictConfig) -> None:
             "teacher.tail=false with reverse_kl_topk: the sum over the top-k alone is smallest where the student has "
             "moved most of its mass out of the top-k. Use tail=true, or another loss"
         )
+    if teacher.loss == "forward_kl_topk" and teacher.topk_from == "student" and not teacher.tail:
+        raise ConfigError(
+            "teacher.tail=false with forward_kl_topk and teacher.topk_from=student: where the student is surer of its "
+            "own top-k than the teacher, the sum is negative, counts as 0 and has no gradient. Use tail=true, or "
+            "topk_from=teacher"
+        )
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
             f"teacher.loss={teacher.loss} needs the whole logits: actor.strategy fsdp or fsdp2, not "

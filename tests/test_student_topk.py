@@ -317,6 +317,24 @@ def test_a_teacher_that_finds_the_students_ids_impossible_gives_the_gradient_of_
 # What is refused
 
 
+@pytest.mark.parametrize("noise, silent", [(0.3, 0.25), (6.0, 0.5)])
+def test_without_a_tail_the_forward_kl_on_the_students_own_ids_is_silent_where_the_student_is_too_sure(noise, silent):
+    """Why that combination is refused; with the tail every position has a gradient, near the teacher or far."""
+    generator = torch.Generator().manual_seed(0)
+    teachers = 3 * torch.randn(256, 500, generator=generator)
+    logits = teachers + noise * torch.randn(256, 500, generator=generator)
+    teachers, ids = teachers.log_softmax(-1), logits.topk(8).indices
+
+    def share_without_gradient(*, tail: bool) -> float:
+        student = logits.clone().requires_grad_()
+        loss = topk_loss(student, torch.arange(256), ids, teachers.gather(1, ids), divergence="forward_kl", tail=tail)
+        loss.loss_N.sum().backward()
+        return float((student.grad.abs().sum(-1) == 0).float().mean())
+
+    assert share_without_gradient(tail=False) > silent
+    assert share_without_gradient(tail=True) == 0
+
+
 @pytest.mark.parametrize(
     "overrides, says",
     [
@@ -324,6 +342,9 @@ def test_a_teacher_that_finds_the_students_ids_impossible_gives_the_gradient_of_
         (["teacher.topk_from=student"], "teacher.loss=sampled, which has no top-k"),
         (["teacher.topk_from=student", "teacher.loss=jsd_topk", "teacher.overlap=true"], "Set teacher.overlap=false"),
         (["teacher.topk_from=student", "teacher.loss=jsd_topk"], None),
+        (["teacher.topk_from=student", "teacher.loss=jsd_topk", "teacher.tail=false"], None),
+        (["teacher.topk_from=student", "teacher.loss=forward_kl_topk"], None),
+        (["teacher.topk_from=student", "teacher.loss=forward_kl_topk", "teacher.tail=false"], "and has no gradient"),
     ],
 )
 def test_settings_under_which_it_cannot_work_are_refused(overrides, says):
