@@ -16,7 +16,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from opd.config import TeacherConfig, check, check_verl
+from opd.config import TeacherConfig
+from opd.config_checks import check, check_verl
 from opd.errors import ConfigError, OPDError
 from opd.task_runner import make_task_runner, shake_hands
 from opd.teacher_record import keep_teachers

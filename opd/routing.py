@@ -8,7 +8,7 @@ A row with several teachers gets ref_log_prob = sum_i w_i log p_i. With x_i = lo
 weights that add up to 1, its x is sum_i w_i x_i. A gradient that is linear in x (k2, k3+, k1+, the policy gradient) is
 then exactly the weighted sum of the gradients towards each teacher, that of sum_i w_i KL(q || p_i). (The reported value
 of k3+ is not that sum.) It is not so for k3 (exp x), for abs (the sign of x), and for the top-k losses, where each
-teacher has its own k tokens; opd/config.py refuses several teachers for one row there.
+teacher has its own k tokens; opd/config_checks.py refuses several teachers for one row there.
 
 Not covered: who a value belongs to within a row; all tokens of a row have the same teachers.
 """

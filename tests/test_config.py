@@ -6,7 +6,8 @@ import pytest
 from conftest import ROOT
 
 import opd.cpu  # noqa: F401  before verl
-from opd.config import addresses, check, check_verl, routes, teacher_loss, teachers
+from opd.config import addresses, routes, teacher_loss, teachers
+from opd.config_checks import check, check_verl
 from opd.errors import ConfigError
 from opd.loss.settings import LossSettings
 from opd.main_opd import compose
@@ -84,6 +85,12 @@ def test_an_unknown_key_or_a_wrong_type_is_named_while_composing(override, says)
 def test_what_would_leave_the_teacher_without_effect_is_refused(override, says):
     with pytest.raises(ConfigError, match=says):
         check(composed(override))
+
+
+@pytest.mark.parametrize("override, warns", [("top_p=0.9", True), ("top_k=20", True), ("top_p=1.0", False)])
+def test_a_rollout_from_a_part_of_the_distribution_is_warned_about(caplog, override, warns):
+    check(composed(f"actor_rollout_ref.rollout.{override}"))
+    assert ("from a part of its distribution" in caplog.text) is warns
 
 
 def test_the_installed_verl_calls_the_override():

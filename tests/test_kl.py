@@ -8,7 +8,7 @@ import torch
 from verl.trainer.ppo.core_algos import kl_penalty
 
 from opd import kl
-from opd.config import KL_TYPES, LINEAR_KL_TYPES
+from opd.config_checks import KL_TYPES, LINEAR_KL_TYPES
 from opd.errors import TeacherError
 
 

@@ -26,7 +26,7 @@ from test_loss_worker import (
     update,
 )
 
-from opd.config import KL_TYPES, LINEAR_KL_TYPES
+from opd.config_checks import KL_TYPES, LINEAR_KL_TYPES
 from opd.loss.clamp import clamp_teacher
 from opd.loss.in_verl import add_teacher_advantage, weighted_kl_loss
 from opd.loss.settings import LOSSES, WEIGHTS

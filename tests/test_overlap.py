@@ -18,7 +18,8 @@ from conftest import ServerProcess, wait_until
 
 import opd.cpu  # noqa: F401  before verl
 from opd.client import TeacherClient
-from opd.config import TeacherConfig, check, manager_class
+from opd.config import TeacherConfig, manager_class
+from opd.config_checks import check
 from opd.errors import ConfigError
 from opd.homes import home_of
 from opd.overlap import PrefetchThread

@@ -34,7 +34,8 @@ from test_loss_worker import (
 
 import opd.cpu  # noqa: F401  before verl
 from opd.client import TeacherClient
-from opd.config import TeacherConfig, check
+from opd.config import TeacherConfig
+from opd.config_checks import check
 from opd.errors import ConfigError
 from opd.jagged import to_columns, to_id_lists, to_padded
 from opd.loss.distribution import topk_loss

@@ -7,7 +7,7 @@ from conftest import ROOT
 from test_config import composed
 
 import opd.cpu  # noqa: F401  before verl
-from opd.config import check, check_verl
+from opd.config_checks import check, check_verl
 from opd.errors import ConfigError
 from opd.main_opd import compose
 

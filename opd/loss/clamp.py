@@ -1,8 +1,8 @@
 """A limit for what one sampled token can do to the student: |teacher - student log-prob| is clipped before it is used.
 
 A token that the teacher finds impossible may differ by 20 nats, where the mean is a tenth of one: it would decide a
-step alone. Only for losses whose gradient is that difference itself (k2, k3+, k1+, policy_gradient); opd/config.py
-refuses the others.
+step alone. Only for losses whose gradient is that difference itself (k2, k3+, k1+, policy_gradient); the others are
+refused (opd/config_checks.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ p = the teacher's probabilities of K tokens, its own most probable ones or the s
 
 With `tail`, what p and q have left is one more bucket, and both add up to 1: no divergence is negative. Without it the
 sums are over the K tokens alone, as in verl's `forward_kl_topk`; reverse_kl then has its minimum at q = p/e, which
-moves the student's mass out of the top-k, so opd/config.py refuses that pair.
+moves the student's mass out of the top-k, so opd/config_checks.py refuses that pair.
 
 The gradient is computed with the value, chunk by chunk in float32, and kept once, in the type of the logits: the
 log-softmax of a chunk lives as long as the chunk. Nothing is read from the logits in the backward pass, where verl's
