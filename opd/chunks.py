@@ -38,6 +38,11 @@ class Chunk:
     avoid: str = ""  # address where it failed last
     prefer: str = ""  # address that was asked to prefetch these rows
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows, tokens, scored positions."""
+        return len(self.rows), self.tokens, self.scored
+
     def add(self, other: Chunk) -> None:
         self.rows += other.rows
         self.tokens += other.tokens
@@ -94,15 +99,14 @@ class Caps:
             and reply_bytes(scored, self.topk, self.num_candidates) <= self.limits.max_reply_bytes
         )
 
-    def has_room(self, *chunks: Chunk) -> bool:
-        """Whether these may be one request."""
-        tokens, scored = sum([chunk.tokens for chunk in chunks]), sum([chunk.scored for chunk in chunks])
-        return tokens <= self.max_tokens and self.fits(sum([len(chunk.rows) for chunk in chunks]), tokens, scored)
+    def has_room(self, num_rows: int, tokens: int, scored: int) -> bool:
+        """Whether rows of one prompt may be one request."""
+        return tokens <= self.max_tokens and self.fits(num_rows, tokens, scored)
 
-    def may_join(self, a: Chunk, b: Chunk) -> bool:
-        """Whether two that might go alone should be one request."""
-        nbytes = reply_bytes(a.scored + b.scored, self.topk, self.num_candidates)
-        return nbytes <= JOINED_REPLY_BYTES and self.has_room(a, b)
+    def may_join(self, num_rows: int, tokens: int, scored: int) -> bool:
+        """Whether what might be two requests should be one."""
+        nbytes = reply_bytes(scored, self.topk, self.num_candidates)
+        return nbytes <= JOINED_REPLY_BYTES and self.has_room(num_rows, tokens, scored)
 
 
 def plan(
@@ -130,11 +134,11 @@ def plan(
     too_big: list[int] = []
     for group, rows in members.items():
         chunk = chunk_of(rows)
-        if not caps.has_room(chunk):
+        if not caps.has_room(*chunk.size):
             fits = {row: caps.fits(1, lengths[row], lengths[row] - starts[row]) for row in rows}
             too_big += [row for row in rows if not fits[row]]
             chunk = chunk_of([row for row in rows if fits[row]])
-        if not caps.has_room(chunk):
+        if not caps.has_room(*chunk.size):
             family = group if len(chunk.rows) > 1 else None
             pieces += _joined([chunk_of([row], family) for row in chunk.rows], caps)
         elif chunk.rows:
@@ -146,7 +150,7 @@ def _joined(chunks: Sequence[Chunk], caps: Caps) -> list[Chunk]:
     """Neighbours together, while there is room."""
     joined: list[Chunk] = []
     for chunk in chunks:
-        if joined and caps.may_join(joined[-1], chunk):
+        if joined and caps.may_join(*map(sum, zip(joined[-1].size, chunk.size, strict=True))):
             joined[-1].add(chunk)
         else:
             joined.append(chunk)

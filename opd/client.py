@@ -519,7 +519,7 @@ class TeacherClient:
             _refuse_beyond(call.batch, self._model(replica), replica.address)
             caps = call.caps(self._max_tokens, common_limits([replica.info.limits]))
             call.waiting.remove(chunk)
-            if caps.fits(len(chunk.rows), chunk.tokens, chunk.scored):
+            if caps.fits(*chunk.size):
                 self._send(call, chunk, replica, now)
             else:
                 call.cut(chunk.rows, caps, chunk.prefer)  # it was cut before this replica had told its limits

@@ -279,11 +279,16 @@ def _blank_unusable(
 
 def _has_shape(result: RowScores, row: Row, topk: int) -> bool:
     """Whether a result has the arrays that were asked for, and no others."""
-    logprobs, *others = result
+    logprobs, topk_ids, topk_logprobs, candidates = result
     num_values = len(row.ids) - row.start
     top = (num_values, topk) if topk else None
-    wanted = [top, top, None if row.candidates is None else row.candidates.shape]
-    return logprobs.shape == (num_values,) and [None if a is None else a.shape for a in others] == wanted
+    return (
+        logprobs.shape == (num_values,)
+        and (None if topk_ids is None else topk_ids.shape) == top
+        and (None if topk_logprobs is None else topk_logprobs.shape) == top
+        and (None if candidates is None else candidates.shape)
+        == (None if row.candidates is None else row.candidates.shape)
+    )
 
 
 def _stack(parts: Sequence[RowScores]) -> Values:
