@@ -5,18 +5,28 @@ Not covered: wall clocks. Everything here is monotonic, so a clock that jumps ch
 
 from __future__ import annotations
 
-import math
 import random
 import time
+
+MAX_S = 1e9  # 31 years: locks and the wire cannot count much further
+
+
+def check_seconds(name: str, value: float) -> float:
+    """A length of time that a caller gave.
+
+    Raises:
+        ValueError: it would never end, or never begin.
+    """
+    if not 0 < value <= MAX_S:  # NaN fails both
+        raise ValueError(f"{name} must be finite and > 0, at most {MAX_S:g} seconds; it is {value!r}")
+    return float(value)
 
 
 class Deadline:
     """The end of a call. Made once, handed to everything that waits."""
 
     def __init__(self, timeout_s: float):
-        if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise ValueError(f"a timeout must be a positive, finite number of seconds, not {timeout_s!r}")
-        self.timeout_s = float(timeout_s)
+        self.timeout_s = check_seconds("timeout_s", timeout_s)
         self._start = time.monotonic()
 
     @property

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from opd.chunks import MAX_REPLY_BYTES, Chunk, request_bytes
+from opd.chunks import Chunk, request_bytes
+from opd.connection import Connection, Event
 from opd.deadline import Backoff
-from opd.errors import ConfigError, TeacherMismatch, WireError
+from opd.errors import TeacherMismatch, WireError
 from opd.question import Question
 from opd.wire import (
-    COPY_BYTES,
     InfoRequest,
     ModelInfo,
     PingRequest,
@@ -45,15 +44,6 @@ from opd.wire import (
 
 logger = logging.getLogger(__name__)
 
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
-_MESSAGES_PER_TURN = 64  # a peer that floods must not keep the caller from looking at its deadline
 _RETRY_SEND_S = 0.05
 Order: TypeAlias = type[SleepRequest] | type[WakeRequest] | type[VocabRequest]
 
@@ -146,8 +136,7 @@ class Replica:
         self._problem = "no connection yet"
         self._last_fault = ""
         self._since = time.monotonic()  # of the problem
-        self._socket: zmq.Socket | None = None
-        self._monitor: zmq.Socket | None = None
+        self._connection: Connection | None = None
         self._open_at = 0.0
         self._ping_id: bytes | None = None
         self._ping_at = 0.0  # when the outstanding one was sent, or when the next one is due
@@ -157,39 +146,16 @@ class Replica:
     # ------------------------------------------------------------------------------------------------ connection
 
     def open(self) -> None:
-        # DEALER, not REQ: after a timeout a REQ socket refuses the next send. One per replica: a socket that is
-        # connected to several would go on sending to a dead one in turn.
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.copy_threshold = COPY_BYTES
-        socket.immediate = 1  # nothing is queued for a peer that is not there
-        socket.ipv6 = int("[" in self.address)
-        socket.sndhwm = socket.rcvhwm = 16  # messages, a few more than requests are ever under way
-        socket.maxmsgsize = MAX_REPLY_BYTES + (1 << 20)
-        socket.handshake_ivl = socket.connect_timeout = 5000
-        socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
-        socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 30
-        socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 10, 3
-        socket.setsockopt(zmq.TCP_MAXRT, 60_000)
-        self._monitor = socket.get_monitor_socket(_EVENTS)
-        self._socket = socket
-        try:
-            socket.connect(self.address)
-        except zmq.ZMQError as e:
-            self.close()
-            raise ConfigError(f"teacher address {self.address!r} cannot be connected to: {e}") from None
+        self._connection = Connection(self._context, self.address)
         self._ping_id, self._ping_at = None, 0.0
         self.refused = ""
 
     def close(self) -> None:
         """Drop the connection and whatever was half sent or half received on it."""
         self.up = False
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._socket.close(linger=0)
-        if self._monitor is not None:
-            self._monitor.close(linger=0)
-        self._socket = self._monitor = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
     def reset(self) -> None:
         """Forget everything under way, as after an interrupt; the next call starts on a new connection."""
@@ -261,18 +227,14 @@ class Replica:
         return True
 
     def _send(self, body: bytes) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send_multipart([b"", body], flags=zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if self._connection is None or not self._connection.send(body):
             return False
         self.counts.sent_bytes += len(body)
         return True
 
     def turn(self, now: float) -> float:
         """Do what is due; returns when it wants to be called again."""
-        if self._socket is None:
+        if self._connection is None:
             if now < self._open_at:
                 return self._open_at
             self.open()
@@ -321,7 +283,13 @@ class Replica:
 
     @property
     def sockets(self) -> list[zmq.Socket]:
-        return [socket for socket in (self._socket, self._monitor) if socket is not None]
+        return [] if self._connection is None else self._connection.sockets
+
+    @property
+    def model(self) -> ModelInfo:
+        """Of a replica that is or was up."""
+        assert self.info is not None and self.info.model is not None, "a replica is up without a model"
+        return self.info.model
 
     @property
     def outstanding_tokens(self) -> int:
@@ -329,17 +297,17 @@ class Replica:
 
     def receive(self) -> list[Answer]:
         """Everything that has arrived. Answers before events: a reply that came before the connection broke counts."""
-        answers: list[Answer] = []
-        for _ in range(_MESSAGES_PER_TURN):
-            if self._socket is None or not self._socket.poll(0):
-                break
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if self._connection is None:
+            return []
+        connection, answers = self._connection, []
+        for frames in connection.messages():
             self._heard_at = time.monotonic()
-            self.counts.received_bytes += sum(len(frame) for frame in frames)
-            answer = self._read([frame.buffer for frame in frames])
+            self.counts.received_bytes += sum(frame.nbytes for frame in frames)
+            answer = self._read(frames)
             if answer is not None:
                 answers.append(answer)
-        self._take_events()
+        for event in connection.events():
+            self._take_event(event)
         return answers
 
     def _read(self, frames: list[memoryview]) -> Answer | None:
@@ -415,21 +383,15 @@ class Replica:
         # what was sent to the process before it (through a proxy, say) will not be answered
         self._give_back([request_id for request_id, attempt in self.inflight.items() if attempt.boot != boot])
 
-    def _take_events(self) -> None:
-        while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            if event == zmq.EVENT_CONNECTED:
-                self._note("connected, no handshake")  # the kernel accepts for a stopped process too
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._note("connected, no answer to info")
+    def _take_event(self, event: Event) -> None:
+        if event in (Event.CONNECTED, Event.READY):
+            self._note(event.value)
+            if event is Event.READY:
                 self._ask_at(0.0)
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH):
-                protocol = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                what = "whoever listens there does not speak our protocol" if protocol else "it refuses our credentials"
-                self.fail(what)
-                self.refused = what
-            else:
-                self.fail("the connection was lost")
+            return
+        self.fail(event.value)
+        if event is not Event.LOST:
+            self.refused = event.value
 
     # ------------------------------------------------------------------------------------------------ for people
 

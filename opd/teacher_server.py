@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from opd.addresses import MAX_PORT
+from opd.deadline import MAX_S
 from opd.errors import ConfigError
 from opd.scoring.scorer import DTYPES, LoadOptions
 from opd.serving.front import Front, Options
@@ -47,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=_positive, default=16_384, help="ids in one batch; bounds the worker's memory")
     add("--max-topk", type=_not_negative, default=256, help="most ids per position in a top-k request")
     add("--tensor-parallel-size", type=_positive, default=1, help="vllm: GPUs that hold the model together")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="vllm: share of each GPU's memory to take")
+    add("--gpu-memory-utilization", type=_share, default=0.9, help="vllm: share of each GPU's memory to take")
     add("--url", help="http: address of the vLLM or SGLang server; --model is its name for the model")
     add(
         "--tokenizer", help="http: folder with the tokenizer and config.json, where the server's is not on this machine"
@@ -60,12 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-queued-tokens", type=_positive, default=1 << 25, help="above it clients are told to come back later")
     add("--max-queued-reply-bytes", type=_positive, default=1 << 30, help="the same for the memory of replies")
     add("--cache-mb", type=_not_negative, default=256, help="memory for values to answer again without scoring; 0: off")
-    add("--worker-timeout-s", type=float, default=600.0, help="a batch without progress for so long: worker restarts")
-    add("--load-timeout-s", type=float, default=1800.0, help="longest time to load the model")
+    add("--worker-timeout-s", type=_seconds, default=600.0, help="a batch without progress so long: worker restarts")
+    add("--load-timeout-s", type=_seconds, default=1800.0, help="longest time to load the model")
     add("--max-start-failures", type=_positive, default=3, help="failed starts in a row before the server gives up")
-    add("--metrics-port", type=int, default=None, help="HTTP port for /metrics and /healthz; 0: a free one; None: off")
+    add("--metrics-port", type=_port, help="HTTP port for /metrics and /healthz; 0: a free one; None: off")
     add("--metrics-host", default="127.0.0.1", help="address for it; what it shows can be read without a password")
-    add("--drain-s", type=float, default=30.0, help="after SIGTERM: longest time to finish what was accepted")
+    add("--drain-s", type=_seconds_or_0, default=30.0, help="after SIGTERM: longest time to finish what was accepted")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr")
     return parser
 
@@ -149,7 +151,7 @@ def check_reach(bind: str, *, insecure: bool) -> None:
     except ValueError:
         host = ""
     port = bind.rpartition(":")[2]
-    if not bind.startswith("tcp://") or not host or not (port == "*" or (port.isdecimal() and int(port) < 65_536)):
+    if not bind.startswith("tcp://") or not host or not (port == "*" or (port.isdecimal() and int(port) <= MAX_PORT)):
         raise ConfigError(f"--bind {bind!r} is no address; give one like {DEFAULT_BIND}")
     if not insecure and not _is_loopback(host):
         raise ConfigError(
@@ -188,6 +190,34 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _seconds_or_0(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _seconds_or_0(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= MAX_S:  # NaN fails both
+        raise argparse.ArgumentTypeError(f"{text} is no length of time from 0 to {MAX_S:g} seconds")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share above 0 and up to 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is no port from 0 to {MAX_PORT}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -149,6 +150,28 @@ def test_the_candidates_of_waiting_prefetches_are_bounded_too() -> None:
     refusal = prefetcher.offer(make_job([[2] * 10], client="b", candidates=80), 0.0)
     assert refusal is not None and "candidate ids" in refusal.message
     assert prefetcher.offer(make_job([[2] * 10], client="b", candidates=8), 0.0) is None
+
+
+def test_room_to_prefetch_comes_back_as_rows_are_handed_out_and_run_late():
+    def offer(tokens: int, client: str, now: float, deadline: float = 99.0) -> str:
+        rows = [[next(ids)] * 10 for _ in range(tokens // 10)]
+        refusal = prefetcher.offer(make_job(rows, client=client, deadline=deadline), now)
+        return "" if refusal is None else refusal.message
+
+    def take(tokens: int, now: float) -> int:
+        batch = prefetcher.next_batch(tokens, now, lambda _, row: False)
+        prefetcher.over()
+        return 0 if batch is None else batch.tokens
+
+    ids, prefetcher = itertools.count(1), Prefetcher(400)  # 100 for prefetches, 50 for each client
+    assert offer(40, "a", 0.0) == "" and take(20, 0.0) == 20
+    assert offer(30, "a", 0.0) == "" and "50 tokens of this client wait" in offer(10, "a", 0.0)
+    assert offer(50, "b", 0.0, deadline=5.0) == "" and "100 tokens wait" in offer(10, "c", 4.0)
+    assert offer(10, "c", 5.0) == "" and prefetcher.tokens == 60  # what b asked for is too late
+    assert [take(50, 6.0), take(50, 6.0), take(50, 6.0)] == [50, 10, 0] and prefetcher.tokens == 0
+    assert offer(50, "a", 6.0) == "" and offer(50, "b", 6.0) == "" and prefetcher.tokens == 100
+    prefetcher.clear()
+    assert prefetcher.tokens == 0 and offer(50, "a", 6.0) == ""
 
 
 # a server

@@ -227,7 +227,10 @@ def test_a_row_without_response_has_no_values_and_its_neighbours_have_theirs():
         ([[1.0, 2.0]], [1], "row 0 must be a 1-d array of integers"),
         ([[[1, 2]]], [1], "row 0 must be a 1-d array of integers"),
         ([[1, 2**31]], [1], "row 0 has an id that does not fit 32 bits"),
+        ([[1, 2], [1, -(2**31) - 1]], [1, 1], "row 1 has an id that does not fit 32 bits"),
         ([[1, 2]], [1, 1], "1 rows and 2 starts"),
+        ([[1, 2]], 1, "1 rows and starts 1 of type int64; write one start for each row"),
+        ([[1, 2]], [[1]], r"1 rows and starts \[\[1\]\] of type int64; write one start for each row"),
         ([[1, 2]], [1.5], "1 rows and 1 starts of type float64"),
     ],
 )
@@ -720,6 +723,41 @@ def test_info_tells_the_state_of_each_replica():
 def test_an_address_that_cannot_work_is_refused_when_the_client_is_made(addresses):
     with pytest.raises(ConfigError):
         TeacherClient(addresses)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://127.0.0.1:65536", "'tcp://127.0.0.1:65536' has the port '65536'; ports go from 1 to 65535"),
+        ("tcp://127.0.0.1:0", "has the port '0'"),
+        ("tcp://127.0.0.1:", "has the port ''"),
+        ("tcp://127.0.0.1:http", "has the port 'http'"),
+        ("tcp://127.0.0.1:-1", "has the port '-1'"),
+        ("tcp://127.0.0.1", "has no port; write tcp://host:port"),
+        ("127.0.0.1:1", "has no scheme; write tcp://127.0.0.1:1"),
+        ("http://127.0.0.1:1", "has no scheme; write tcp://127.0.0.1:1"),
+    ],
+)
+def test_an_address_without_a_port_that_can_be_is_named_at_once(address, message):
+    with pytest.raises(ConfigError) as caught:
+        TeacherClient(["tcp://127.0.0.1:5555", address])
+    assert message in str(caught.value)
+
+
+def test_a_length_of_time_that_cannot_be_is_named():
+    rows, starts = default_rows(2)
+    with TeacherClient("tcp://127.0.0.1:9") as client:
+        for wrong in (0, -1.0, float("inf"), float("nan"), 1e12):
+            for call in (
+                lambda wrong=wrong: client.wait_until_ready(wrong),
+                lambda wrong=wrong: client.score(rows, starts, timeout_s=wrong),
+                lambda wrong=wrong: client.prefetch(rows, starts, timeout_s=wrong),
+                lambda wrong=wrong: client.sleep(timeout_s=wrong),
+            ):
+                with pytest.raises(ValueError, match=f"timeout_s must be finite and > 0.*; it is {wrong}"):
+                    call()
+            with pytest.raises(ValueError, match=f"keep_s must be finite and > 0.*; it is {wrong}"):
+                client.prefetch(rows, starts, keep_s=wrong)
 
 
 def test_a_string_may_hold_several_addresses():

@@ -36,7 +36,7 @@ from opd.scoring import oracle
 from opd.scoring.scorer import LoadOptions, Row, RowScores
 from opd.serving import link
 from opd.serving.worker import score_batch
-from opd.teacher_server import check_reach
+from opd.teacher_server import build_parser, check_reach
 from opd.wire import Expect, ModelInfo, ScoreRequest, digest
 
 Rows = list[list[int]]
@@ -872,6 +872,36 @@ def test_only_loopback_needs_no_flag(bind: str, allowed: bool) -> None:
 def test_what_is_no_address_is_called_so(bind: str) -> None:
     with pytest.raises(ConfigError, match="is no address"):
         check_reach(bind, insecure=True)
+
+
+@pytest.mark.parametrize("flag", ["--worker-timeout-s", "--load-timeout-s", "--drain-s"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e12"])
+def test_a_length_of_time_that_cannot_be_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["--model", "m", f"{flag}={value}"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {flag}: {value} is no length of time" in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--worker-timeout-s", "0"),
+        ("--load-timeout-s", "0"),
+        ("--gpu-memory-utilization", "nan"),
+        ("--gpu-memory-utilization", "90"),
+        ("--metrics-port", "65536"),
+        ("--metrics-port", "-1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--model", "m", f"{flag}={value}"])
+    assert f"argument {flag}: {value} is no" in capsys.readouterr().err
+
+
+def test_nothing_needs_to_be_waited_for_when_draining() -> None:
+    assert build_parser().parse_args(["--model", "m", "--drain-s", "0"]).drain_s == 0
 
 
 def test_sigterm_answers_what_was_accepted_and_refuses_the_rest(

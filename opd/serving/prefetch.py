@@ -8,14 +8,15 @@ Not covered: fairness between clients beyond half of the room for each; the olde
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
 from opd.serving.job import Job, Piece
 from opd.serving.queue import DEFAULT_RETRY_MS, Batch, Refusal
 
 SHARE = 4  # rows to prefetch may hold this part of the tokens that requests may hold
-MAX_JOBS = 512  # each offer looks at all of them, on the front's only thread: some milliseconds at most
+MAX_JOBS = 512
 MAX_UNLUCKY = 65_536
 
 
@@ -24,33 +25,54 @@ class Prefetcher:
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens // SHARE
+        self.tokens = 0  # ids that wait,
+        self._client_tokens: Counter[str] = Counter()  # by client,
+        self._candidates = 0  # and candidate ids of the jobs that wait
         self._jobs: deque[Job] = deque()
+        self._next_expiry = math.inf  # no job that waits has an earlier deadline
         self._count = 0
         self._keys: set[bytes] = set()  # of the rows that are with the worker
         self._unlucky: dict[bytes, None] = {}  # rows that were with a worker when it died: never tried again here
 
-    @property
-    def tokens(self) -> int:
-        """Ids that wait."""
-        return sum(job.tokens_left for job in self._jobs)
-
     def offer(self, job: Job, now: float) -> Refusal | None:
         """Let a job in, or say why not."""
         job.open = False
-        self._jobs = deque(waiting for waiting in self._jobs if waiting.deadline > now)
-        held, mine = self.tokens, sum(waiting.tokens_left for waiting in self._jobs if waiting.client == job.client)
-        if len(self._jobs) >= MAX_JOBS or held + job.tokens > self.max_tokens:
-            message = f"{held} tokens wait to be prefetched, {job.tokens} more would be above {self.max_tokens}"
+        if self._next_expiry <= now:
+            self._keep([waiting for waiting in self._jobs if waiting.deadline > now])
+        if len(self._jobs) >= MAX_JOBS or self.tokens + job.tokens > self.max_tokens:
+            message = f"{self.tokens} tokens wait to be prefetched, {job.tokens} more would be above {self.max_tokens}"
             return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
-        candidates = sum(_num_candidates(each) for each in (*self._jobs, job))
+        candidates, mine = self._candidates + _num_candidates(job), self._client_tokens[job.client]
         if candidates > SHARE * self.max_tokens:
             message = f"{candidates} candidate ids would wait with the rows to prefetch, {SHARE * self.max_tokens} may"
             return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
         if mine + job.tokens > self.max_tokens // 2:
             message = f"{mine} tokens of this client wait to be prefetched; one client may have {self.max_tokens // 2}"
             return Refusal("prefetch_full", message, DEFAULT_RETRY_MS)
-        self._jobs.append(job)
+        self._append(job)
         return None
+
+    def _keep(self, jobs: Iterable[Job]) -> None:
+        """Forget what waits besides these."""
+        self._jobs.clear()
+        self.tokens = self._candidates = 0
+        self._client_tokens.clear()
+        self._next_expiry = math.inf
+        for job in jobs:
+            self._append(job)
+
+    def _append(self, job: Job) -> None:
+        self._jobs.append(job)
+        self._hold(job, job.tokens_left)
+        self._candidates += _num_candidates(job)
+        self._next_expiry = min(self._next_expiry, job.deadline)
+
+    def _hold(self, job: Job, tokens: int) -> None:
+        """Count tokens that wait; fewer than 0 are no longer there."""
+        self.tokens += tokens
+        self._client_tokens[job.client] += tokens
+        if not self._client_tokens[job.client]:
+            del self._client_tokens[job.client]
 
     def next_batch(self, budget: int, now: float, skip: Callable[[Job, int], bool]) -> Batch | None:
         """What to score next, in at most `budget` tokens; `over` must be called before the next one.
@@ -64,12 +86,15 @@ class Prefetcher:
             job = self._jobs[0]
             if job.exhausted or job.deadline <= now:
                 self._jobs.popleft()
+                self._hold(job, -job.tokens_left)
+                self._candidates -= _num_candidates(job)
                 continue
             if pieces and job.group != pieces[0].job.group:
                 break
             piece = job.take(room, budget, first=not pieces)
             if piece is None:
                 break
+            self._hold(job, -piece.tokens)
             for part in piece.without([row for row in range(piece.lo, piece.hi) if self._knows(job, row, skip)]):
                 pieces.append(part)
                 room -= part.tokens
@@ -100,7 +125,7 @@ class Prefetcher:
 
     def clear(self) -> None:
         """Forget what waits."""
-        self._jobs.clear()
+        self._keep([])
 
 
 def _num_candidates(job: Job) -> int:
