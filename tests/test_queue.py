@@ -9,6 +9,7 @@ from opd.errors import RowError
 from opd.question import Question
 from opd.serving.job import Job, Piece, Values
 from opd.serving.queue import MAX_RETRY_MS, MIN_RETRY_MS, Batch, Queue
+from opd.serving.suspects import FORGET_S, Suspects
 from opd.wire import digest
 
 
@@ -273,6 +274,31 @@ def test_rows_that_were_with_a_dead_worker_are_tried_alone_and_first() -> None:
     assert not queue.isolating and queue.tokens == held
     after = queue.next_batch(60)
     assert after is not None and not after.alone
+
+
+def failed_rows(suspects: Suspects, rows: list[list[int]], now: float) -> list[int]:
+    """What becomes of a batch of these rows."""
+    job = make_job(rows)
+    (batch,) = drain(filled(job), 1000)
+    suspects.without_poison(batch, now)
+    return sorted(job.errors)
+
+
+def test_only_a_row_that_kills_a_worker_alone_is_refused_and_not_for_ever() -> None:
+    """Two deaths of a whole batch may have any reason; the row that was also alone with a third one is found."""
+    suspects, job = Suspects(), make_job([[1, 2], [3, 4], [5, 6]])
+    for now in (0.0, 1.0):
+        suspects.blame([Piece(job, 0, 3)], "killed", now, alone=False)
+    assert failed_rows(suspects, [[1, 2], [3, 4]], 2.0) == []
+    suspects.blame([Piece(job, 1, 2)], "killed", 2.0, alone=True)
+    assert failed_rows(suspects, [[1, 2], [3, 4]], 3.0) == [1]
+    assert failed_rows(suspects, [[3, 4]], 2.0 + FORGET_S) == [0]
+    assert failed_rows(suspects, [[3, 4]], 2.1 + FORGET_S) == []
+    suspects.blame([Piece(job, 1, 2)], "killed", 3.0 + FORGET_S, alone=True)  # a first death once more
+    assert failed_rows(suspects, [[3, 4]], 3.0 + FORGET_S) == []
+    suspects.acquit(Piece(job, 1, 2))
+    suspects.blame([Piece(job, 1, 2)], "killed", 4.0 + FORGET_S, alone=True)
+    assert failed_rows(suspects, [[3, 4]], 4.0 + FORGET_S) == []
 
 
 def test_a_poisoned_row_does_not_hold_up_the_rest_of_its_request() -> None:

@@ -74,7 +74,7 @@ class Dispatcher:
             batch = self._queue.next_batch(self._batch_tokens, full_only=bool(self._flying))
             if batch is None:
                 break
-            parts, batch = batch.pieces, self._suspects.without_poison(batch)
+            parts, batch = batch.pieces, self._suspects.without_poison(batch, now)
             for piece in parts:
                 self._tell_if_complete(piece.job)
             if batch.pieces:
@@ -138,12 +138,13 @@ class Dispatcher:
             *(batch.seq, batch.num_rows, len(batch.pieces), batch.tokens, scores.seconds * 1000, self._queue.tokens),
         )
 
-    def isolate(self, reason: str) -> None:
+    def isolate(self, reason: str, now: float) -> None:
         """The worker was lost: every row that was with it is suspect, and goes alone to the next one."""
+        alone = sum(batch.num_rows for batch, _ in self._flying.values()) == 1
         pieces = [piece for batch, _ in self._flying.values() for piece in batch.pieces if piece.job.open]
         self._flying = {}
         self._counts.worker_restarts += 1
-        self._suspects.blame(pieces, reason)
+        self._suspects.blame(pieces, reason, now, alone=alone)
         for piece in pieces:
             self._queue.retry_alone(piece)
         self._prefetch_is_over(lost=True)

@@ -123,7 +123,7 @@ class Front:
             self._dispatcher.on_scores(scores, frames, now)
         lost = self._supervisor.tick(now)
         if lost is not None:
-            self._dispatcher.isolate(lost)
+            self._dispatcher.isolate(lost, now)
         self._announce()
         if self._endpoint.router in ready:
             self._read_requests()

@@ -1,8 +1,8 @@
 """Which rows are scored next, and which requests are let in: a data structure without sockets, threads or a clock.
 
-The front offers jobs, asks for batches and tells when a job is over. A batch has one (topk, temperature,
-candidates per position), fits the
-token budget and is shared by all clients that wait; the client that had the fewest tokens so far comes first.
+The front offers jobs, asks for batches and tells when a job is over. A batch has one (topk, temperature, candidates per
+position), fits the token budget and is shared by all clients that wait; the client that had the fewest tokens so far
+comes first.
 
 Not covered: priorities; a client's own requests are served in their order.
 """
