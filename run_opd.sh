@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Distil a teacher into a student on-policy, from nothing to a result: set-up, data, teacher, training, evaluation.
 #
-#   bash run_opd.sh                         recipe/digits on a CPU (about 6 minutes), recipe/gsm8k on a GPU
+#   bash run_opd.sh                         recipe/digits on a CPU (3 to 6 minutes), recipe/gsm8k on a GPU
 #   KL_COEF=0 bash run_opd.sh               the GRPO baseline; the KL to the teacher is reported all the same
 #   bash run_opd.sh --dry-run               print the composed configuration and the commands, start nothing
 #   bash run_opd.sh data.seed=7 ...         anything else goes to Hydra, on top of verl's configuration
