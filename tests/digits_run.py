@@ -30,6 +30,24 @@ def with_columns(parquet: str, to: Path, change: Callable[[int, dict], dict]) ->
     return str(to)
 
 
+def slow_reward(folder: Path) -> str:
+    """An override: the recipe's reward, which takes its time. The teacher has the rows before the trainer asks, then."""
+    slow = """
+
+_compute_score = compute_score
+
+
+def compute_score(*args, **kwargs):
+    import time
+
+    time.sleep(0.25)
+    return _compute_score(*args, **kwargs)
+"""
+    path = folder / "slow_reward.py"
+    path.write_text((DIGITS / "reward.py").read_text() + slow)
+    return f"reward.custom_reward_function.path={path}"
+
+
 def command(prepared: dict, run_dir: Path, *overrides: str, trainer: str = "v0") -> list[str]:
     """Two steps of 8 prompts x 4 responses, unless overrides say otherwise; they have to name the teacher."""
     return [

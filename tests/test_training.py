@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHILD_ENV, ServerProcess, wait_until
-from digits_run import Recorder, command, steps_of, train, with_columns
+from digits_run import Recorder, command, slow_reward, steps_of, train, with_columns
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opd.evaluate
@@ -36,9 +36,9 @@ def teachers(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def distilled(prepared, teachers, tmp_path_factory) -> tuple[list[dict], Path]:
-    run_dir = tmp_path_factory.mktemp("run") / "kl1"
-    address = f"teacher.address={teachers['teacher']}"
-    return train(prepared, run_dir, address, "teacher.overlap=true"), run_dir
+    folder = tmp_path_factory.mktemp("run")
+    overrides = [f"teacher.address={teachers['teacher']}", "teacher.overlap=true", slow_reward(folder)]
+    return train(prepared, folder / "kl1", *overrides), folder / "kl1"
 
 
 def test_a_run_logs_the_teachers_metrics_at_each_step(distilled):
@@ -106,6 +106,7 @@ def test_a_teacher_with_a_prompt_of_its_own_sees_that_and_the_students_responses
             "teacher.overlap=true",
         ]
         overrides += [f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", "trainer.val_before_train=False"]
+        overrides.append(slow_reward(tmp_path))
         done = train(prepared | hinted, tmp_path / "run", *overrides)
         asked = server.asked()
         evaluated = evaluate(tmp_path / "run", prepared["student"])
