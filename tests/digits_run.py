@@ -31,7 +31,7 @@ def with_columns(parquet: str, to: Path, change: Callable[[int, dict], dict]) ->
 
 
 def slow_reward(folder: Path) -> str:
-    """An override: the recipe's reward, which takes its time. The teacher has the rows before the trainer asks, then."""
+    """An override: the recipe's reward, but slow, so that the teacher has the rows before the trainer asks."""
     slow = """
 
 _compute_score = compute_score
