@@ -204,11 +204,10 @@ class Replica:
         self._ask_at(0.0)
 
     def begin(self) -> None:
-        """A call begins: take in what happened since the last one. Good news is believed until its ping is due."""
+        """A call begins: take in what happened since the last one, and ping at once rather than believe old news."""
         self.counts = Counts()
         self.receive()
-        if not self.up:
-            self._ask_at(0.0)
+        self._ask_at(0.0)
 
     def _give_back(self, ids: list[bytes]) -> None:
         self.lost.extend(self.inflight.pop(request_id) for request_id in ids)
