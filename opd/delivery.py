@@ -64,10 +64,10 @@ class Delivery:
         deadline = self.call.deadline
         unheard_until_s = min(0.5, deadline.timeout_s / 4)
         while not deadline.passed:
-            self.replicas.turn(deadline)
             unheard = deadline.elapsed_s < unheard_until_s and any(not each.generation for each in self.replicas)
             if self.replicas.up and not unheard:
-                break
+                break  # before any turn, which waits for a message: nobody may owe one
+            self.replicas.turn(deadline)
         up = {replica.address: replica for replica in self.replicas.up}
         rows = self.call.needed
         if not up or not rows:
